@@ -92,21 +92,19 @@ def _compared(what: str, error: np.floating, stated: float) -> Check:
 
 
 def times(quick: bool) -> Iterator[Check]:
-    """For Optax's Muon and each preset, how long an update of GPT-2-small's matrices takes to
-    compile and to run.
-
-    What is checked is that the updates are finite.
-    """
+    """How long an update of GPT-2-small's matrices takes to compile and to run, a line for Optax's
+    Muon and one for each preset; a line is right if the updates are finite."""
     width = 64 if quick else 768
-    # A CPU takes seconds for all layers.
+    # One layer on a CPU, on which a step of all twelve takes seconds
     layers = 1 if quick or jax.default_backend() == "cpu" else 12
     # Query, key, value and output; up and down
     shapes = 4 * [(width, width)] + [(width, 4 * width), (4 * width, width)]
     draw = np.random.default_rng(2).standard_normal
     params = [jnp.asarray(draw(shape), jnp.float32) for shape in layers * shapes]
     methods = {"Optax": optax.contrib.muon(1e-3)}
+    # A preset's bound of the polar error is not needed here.
     for name, (settings, _) in PRESETS.items():
-        # One entry for the whole tree: every leaf is a matrix.
+        # One entry for the whole tree: every leaf is a matrix. Names would give some to AdamW.
         methods[name] = muon(1e-3, MuonDimensionNumbers(), newton_schulz=settings)
 
     print(f"An update of {layers} of 12 layers of width {width}, float32:")
@@ -114,7 +112,7 @@ def times(quick: bool) -> Iterator[Check]:
     for name, method in methods.items():
         state = jax.jit(method.init)(params)
         start = time.perf_counter()
-        # The gradients are the parameters: only times are measured.
+        # The parameters serve as gradients too: only times are measured.
         step = jax.jit(method.update).lower(params, state, params).compile()
         compilation = time.perf_counter() - start
         # The first run, whose time does not count, gives the updates.
@@ -125,6 +123,7 @@ def times(quick: bool) -> Iterator[Check]:
             jax.block_until_ready(step(params, state, params))
             seconds.append(time.perf_counter() - start)
         median = statistics.median(seconds)
+        # The first method is Optax's, and the unit of all others.
         step_of_optax = step_of_optax or median
         ratio = median / step_of_optax
         line = (
@@ -135,7 +134,8 @@ def times(quick: bool) -> Iterator[Check]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line; returns the exit status."""
+    """The command line: prints the device, versions and a line for each check; returns the exit
+    status, 1 if a check failed."""
     parser = argparse.ArgumentParser("python -m muonjax", description=__doc__)
     parser.add_argument(
         "--quick", action="store_true", help="small matrices, whose times mean nothing"
@@ -146,6 +146,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(f"{jax.devices()[0].device_kind} ({jax.default_backend()}); {versions}")
 
     num_wrong = 0
+    # A check is made when the loop asks for it, and takes seconds: `flush` shows its line at once.
     for line, is_right in checks(quick):
         print(line if is_right else f"WRONG: {line}", flush=True)
         num_wrong += not is_right

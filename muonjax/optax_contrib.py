@@ -129,7 +129,8 @@ def muon(
         ns_coeffs = _PRESETS[ns_coeffs]
 
     def matrices(numbers: DimensionNumbersTree) -> optax.GradientTransformation:
-        """The chain for these matrices, in Optax's order, so that its state is Optax's."""
+        """The chain of `optax.contrib.muon` for the leaves that have dimension numbers,
+        in Optax's order, so that its state is Optax's."""
         return optax.chain(
             scale_by_muon(
                 ns_coeffs,
@@ -143,7 +144,7 @@ def muon(
                 weight_dimension_numbers=numbers,
                 distribution=distribution,
             ),
-            # None multiplies by sqrt(max(1, fan_out / fan_in)), as in Optax.
+            # `consistent_rms=None` multiplies by sqrt(max(1, fan_out / fan_in)), as in Optax.
             match_rms(consistent_rms, dimension_numbers=numbers),
             optax.add_decayed_weights(weight_decay, weight_decay_mask),
             optax.scale_by_learning_rate(learning_rate),
@@ -235,9 +236,9 @@ def scale_by_muon(
         # mu <- beta mu + (1 - beta) G
         mu = optax.tree.update_moment(updates, state.mu, beta, 1)
         if nesterov:
-            # beta mu / (1 - beta^(t + 1)) + (1 - beta) G / (1 - beta^t) at step t, as in Nadam and
-            # in Optax: a mean that began at zero is too small by the factor 1 - beta^t, and beta mu
-            # is a part of the next step's mean.
+            # At step t, counted from 1, beta mu / (1 - beta^(t + 1)) + (1 - beta) G / (1 - beta^t),
+            # as in Nadam and in Optax: a mean that began at zero is too small by the factor
+            # 1 - beta^t, and beta mu is a part of the next step's mean.
             unbiased_mu = optax.tree.bias_correction(
                 mu, beta, optax.safe_increment(count)
             )
@@ -313,16 +314,16 @@ def _iteration(
             with Optax's rounding."""
             return symmetric_product(a) if policy.is_cpu else product.with_adjoint(a, a)
 
-        # Y = scale X. Without it Optax overflows at large scales,
-        # and a power of two does not round.
+        # Y = scale X: squares of a large X would overflow, as they do in Optax.
+        # A power of two does not round.
         y = x.astype(wide)
         scale = power_of_two_scale(y)
         y = scaled(y, scale)
         # The steps are for singular values of at most 1: the rows are divided by a bound of the
-        # largest, one number for Y, or with "aol" one for each row. Only "frobenius" has no use for
-        # this Gram matrix: then the compiler leaves it out.
+        # largest, one number for Y, or with "aol" one for each row. All bounds but "frobenius" are
+        # of Y Y^H, the second argument; for "frobenius" the compiler leaves this product out.
         y = scaled(y, _row_factors(y, square(y), preconditioning, eps, scale))
-        # One polynomial serves all of `ns_steps`; of several rows each serves one step.
+        # One polynomial (a, b, c) serves all of `ns_steps`; of several rows each serves one step.
         has_rows = coefficients.ndim == 2
         num_steps = len(coefficients) if has_rows else ns_steps
 
@@ -347,9 +348,9 @@ def _row_factors(
     """What the rows of Y are multiplied by before the first step:
     one over a bound of its largest singular value.
 
-    [*batch, m, 1] with "aol", else [*batch, 1, 1]. Optax does the same to the user's matrix
-    X = Y / scale. The results are equal, since what Optax adds to a norm (`eps`), or takes as its
-    least value (1e-8), is scaled here like the norm.
+    [*batch, m, 1] with "aol", else [*batch, 1, 1]. Optax divides the user's matrix X = Y / scale.
+    The results are equal, since what Optax adds to a norm (`eps`), or takes as its least value
+    (1e-8), is scaled here as the norm is.
 
     Args:
       y: Y = scale X.
@@ -368,9 +369,10 @@ def _row_factors(
     if preconditioning == "schatten":
         # |A|_F^(-1/2), as |A|_F is at least the largest eigenvalue of A
         return jax.lax.rsqrt(jnp.maximum(jnp.sqrt(square_norm(gram)), smallest))
-    # The square of a norm: with "frobenius" |Y|_F^2, which "spectral" replaces
+    # The square of the bound: of "frobenius" |Y|_F^2, which "spectral" replaces
     square = square_norm(y)
     if preconditioning == "spectral":
         # The square of the largest singular value is the largest eigenvalue of A.
         square = jnp.linalg.eigvalsh(gram)[..., -1:, None]
+    # 1 / (scale (|X| + eps)) = 1 / (|Y| + scale eps)
     return 1 / (jnp.sqrt(square) + jnp.asarray(eps, scale.dtype) * scale)
