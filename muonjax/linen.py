@@ -125,7 +125,7 @@ def merge(params: Any) -> Any:
       A tree like the plain model's parameters, plain dicts without boxes of metadata.
 
     Raises:
-      ValueError: If `params` has no adapter, as after merging.
+      ValueError: If `params` has no adapter, as after merging, or an adapter without `hada_scale`.
 
     Example:
       >>> import jax, jax.numpy as jnp, muonjax
@@ -192,8 +192,8 @@ class TrainState(train_state.TrainState):
         # An optimizer without QK-Clip takes none.
         if max_logits is None:
             return super().apply_gradients(grads=grads, **kwargs)
-        # Flax calls `tx.update` without further arguments,
-        # so these logits are bound to it for this one step.
+        # Flax calls `tx.update` without further arguments, so these logits are bound to it for this
+        # one step. An optimizer that does not take them gets none.
         tx = optax.with_extra_args_support(self.tx)
         update = functools.partial(tx.update, max_logits=max_logits)
         bound = self.replace(tx=optax.GradientTransformation(tx.init, update))

@@ -44,6 +44,7 @@ def _scale_by_adam(**settings: Any) -> optax.GradientTransformation:
 
     def init(params: optax.Params) -> optax.OptState:
         state: Any = adam.init(params)
+        # Optax's second moment has the parameter's dtype.
         return state._replace(nu=widened(state.nu))
 
     def update(

@@ -145,6 +145,7 @@ def ema_nesterov(
             # No difference of weights is taken, which would round.
             return (wide + scaled(m, next_beta)).astype(u.dtype), m
 
+        # A mean in host memory is copied to the device leaf by leaf, each for its step, and back.
         updates, ema = leaf_by_leaf(step, updates, state.ema)
         return updates, EmaNesterovState(inner_state, count, next_beta, ema)
 

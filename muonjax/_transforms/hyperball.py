@@ -183,7 +183,8 @@ def _step(
     view: MatrixView,
     minus_eta: Float[Array, ""],
 ) -> tuple[Inexact[Array, "*leaf"], Float[Array, "*sphere"]]:
-    """What to add to the weight W of one leaf, and the root mean square of W that the state keeps.
+    """What to add to the weight W of one leaf, and R, the root mean square that the state keeps
+    next.
 
     |X| below is the root mean square of X, which is the norm over sqrt(m n):
     only ratios of norms count here.
@@ -198,11 +199,12 @@ def _step(
     """
     w = _wide(weight)
     u = _wide(update)
-    # A checkpoint may have been restored in another dtype.
+    # The kept norm is real, also of a complex W. A checkpoint may have been restored in another
+    # dtype.
     kept_rms = jnp.asarray(kept_rms, jnp.finfo(w.dtype).dtype)
 
-    # From here to the last lines W is in units of its kept norm, which then is 1, so that no square
-    # overflows. For a matrix of zeros the unit is 1.
+    # W is now in units of its kept norm, which then is 1, so that no square overflows. For a matrix
+    # of zeros the unit is 1.
     unit = jnp.where(kept_rms > 0, kept_rms, 1)
     w = w / unit
     weight_rms = jnp.sqrt(_mean(jnp.abs(w) ** 2, view))
@@ -227,5 +229,6 @@ def _step(
     # W' - W = R V / |V| - W = (R / |V| - 1) W + R / |V| c U
     back = radius / jnp.sqrt(jnp.where(is_still, 1, moved_square))
     step = (back - 1) * w + back * c * u
+    # From here on in the weight's own units
     step = jnp.where(is_still, 0, unit * step)
     return step.astype(update.dtype), radius * unit

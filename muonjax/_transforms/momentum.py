@@ -136,7 +136,8 @@ def trace(
         # JAX's strict mode knows none for bfloat16 and float32.
         with jax.numpy_dtype_promotion("standard"):
             update_dtype = jnp.promote_types(g.dtype, m.dtype)
-        # M gets `accumulator_dtype`, also where a restored M has another; None keeps that of M.
+        # M gets `dtype`, which is `accumulator_dtype`, also where a restored M has another; None
+        # keeps that of M.
         return update.astype(update_dtype), momentum.astype(dtype or m.dtype)
 
     def int8_zeros(params: Any) -> Int8TraceState:
@@ -242,8 +243,9 @@ def quantize(
 ) -> tuple[Int8[Array, "*leaf"], Float32[Array, "*blocks"]]:
     """The nearest integers in units of a 127th of each block's largest entry, and these units.
 
-    A block with the entries 1.27 and -0.5 becomes 127 and -50 with the scale 0.01. NaN and inf make
-    the scale of their block infinite or NaN, and so the block as `dequantize` returns it.
+    A leaf [6, 768] has six blocks in each row, so the units are [6, 6]. A block with the entries
+    1.27 and -0.5 becomes 127 and -50 with the scale 0.01. NaN and inf make the scale of their block
+    NaN or infinite, and so the block as `dequantize` returns it.
     """
     # [..., blocks, entries of a block]: a block's size divides the axis,
     # so that nothing is filled up.

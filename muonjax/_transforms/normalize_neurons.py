@@ -112,6 +112,7 @@ def normalize_neurons(
             piece.view.summed_shape(piece.view.reduction_axes) for piece in pieces
         ]
         # The arrays of the state, one for each piece; raises unless they have these shapes.
+        # `as_state` below is the inverse: it returns a tree like the parameters.
         moments = pieces.of_state(state.second_moment, shapes)
         normalized = []
         new_moments = []
