@@ -132,14 +132,11 @@ class Records:
         dtype = getattr(self.graph.avals[array], "dtype", float)
         if jnp.issubdtype(dtype, jax.dtypes.prng_key):
             return Value(NOISE)
-        # Tokens, masks or labels. Images of uint8 are taken for such data too: their patches are
-        # not known.
-        if not self.graph.is_float(array):
-            return Value(DATA)
         shape = self.graph.shape(array)
         # A scalar that the function closes over, `alpha = jnp.float32(0.5)`, is a number of the
-        # program, as 0.5 is.
-        if array in self.graph.constants and not shape:
+        # program, as 0.5 is; an index is not.
+        is_float = self.graph.is_float(array)
+        if array in self.graph.constants and is_float and not shape:
             return Value()
         return Value(DATA, facts=(AxisFact("input", whole(shape)),))
 

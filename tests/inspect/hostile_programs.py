@@ -393,6 +393,16 @@ def patches_by_reshape(p, x):
 
 
 @program(
+    jax.ShapeDtypeStruct(IMAGE.shape, "uint8"),
+    patches=((48, D), "patches"),
+    w=((D, D), "0 | 1"),
+    out=((D, 4), "head"),
+)
+def patches_of_bytes(p, x):
+    return patches_by_reshape(p, x.astype(jnp.float32) / 255)
+
+
+@program(
     IMAGE, first=((1, 1, 3, D), "2 | 3"), w=((D, D), "0 | 1"), out=((D, 4), "head")
 )
 def a_first_convolution_of_one_pixel(p, x):
