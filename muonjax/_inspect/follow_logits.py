@@ -36,7 +36,7 @@ _POWERS = (*EXPONENTIALS, *_ROOTS.split())
 
 def after(operation: Operation) -> tuple[Logits, ...]:
     """What logits the result of an operation entry by entry has, if operands are logits,
-    softmax's weights, or a number per query: their maximum or sum.
+    softmax's weights, or the maximum of logits.
 
     `exp(x - largest)` of logits x makes weights, and x plus an array without parameters is masked
     logits. Nothing is left of logits where they become something else.
@@ -125,22 +125,23 @@ def _from_softmax(
     for k in weights or operands.get("maximum", []):
         logits += operation.values[k].logits
     if operation.is_scale:
-        for k, other in enumerate(operation.values):
-            if k not in weights:
-                _record_normalization(operation.records, logits, other)
+        for value in operation.values:
+            _record_normalization(operation.records, logits, value)
     return tuple(dict.fromkeys(logits))
 
 
 def _record_normalization(
-    records: Records, logits: Iterable[Logits], other: Value
+    records: Records, logits: Iterable[Logits], divisor: Value
 ) -> None:
-    """Records over which axes weights are normalized, if the number that divides them is made of
-    them, such as their sum: it repeats along these axes."""
-    repeats = other.axes("repeats")
+    """Records over which axes softmax normalizes its weights, if `divisor` is made of exponentials
+    of the same logits, as their sum is: the axes along which it repeats.
+
+    For weights themselves this records nothing: they repeat along no axis of their product.
+    """
     for x in logits:
-        if other.exponential_of == x.product:
-            axes = axes_of(x.layout.runs_along(repeats))
-            records.attention.normalized[x.product] |= axes
+        if divisor.exponential_of == x.product:
+            normalized = x.layout.runs_along(divisor.axes("repeats"))
+            records.attention.normalized[x.product] |= axes_of(normalized)
 
 
 def _exponential(node: Node, value: Value) -> tuple[Logits, ...]:

@@ -17,11 +17,9 @@ def _reduce(records: Records, node: Node) -> Sequence[Value]:
     records.record_reduced(value.projections, node.params["axes"])
     result = dependent([value])
     if node.name == "reduce_max":
-        largest = []
-        for x in value.logits:
-            if x.stage == "logits":
-                largest.append(x._replace(stage="maximum"))
-        result = result._replace(logits=tuple(largest))
+        logits = (x for x in value.logits if x.stage == "logits")
+        largest = tuple(x._replace(stage="maximum") for x in logits)
+        result = result._replace(logits=largest)
     return [_without_axes(records, node, result)]
 
 
