@@ -125,10 +125,9 @@ def times(quick: bool) -> Iterator[Check]:
         median = statistics.median(seconds)
         # The first method is Optax's, and the unit of all others.
         step_of_optax = step_of_optax or median
-        ratio = median / step_of_optax
         line = (
             f"{name}: compiles in {compilation:.1f} s, a step takes {1e3 * median:.1f} ms "
-            f"({ratio:.2f})"
+            f"({median / step_of_optax:.2f})"
         )
         yield line, bool(jnp.isfinite(optax.tree.norm(updates)))
 

@@ -243,9 +243,7 @@ def scale_by_muon(
                 mu, beta, optax.safe_increment(count)
             )
             gradient = optax.tree.bias_correction(updates, beta, count)
-            direction = jax.tree.map(
-                lambda m, g: beta * m + (1 - beta) * g, unbiased_mu, gradient
-            )
+            direction = optax.tree.update_moment(gradient, unbiased_mu, beta, 1)
         else:
             direction = optax.tree.bias_correction(mu, beta, count)
         # The coefficients come from the state, for a restored checkpoint may hold others than

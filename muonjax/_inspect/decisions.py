@@ -86,7 +86,7 @@ class _Decider:
             if use.kind == "unknown":
                 return self._left_to_names(use.what, use.node)
         in_gradient = [use for use in uses if self._is_in_gradient(use)]
-        others = [use for use in uses if not self._is_in_gradient(use)]
+        others = [use for use in uses if use not in in_gradient]
         products = [use for use in others if use.kind == "product"]
         # A loss with a gradient of the model in it, such as WGAN's penalty, uses each kernel
         # backward too. What follows a product there is no layer of the model. So only a product

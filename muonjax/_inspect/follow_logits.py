@@ -178,8 +178,8 @@ def _added(operation: Operation, at: int) -> tuple[Logits, ...]:
         return ()
     logits = []
     for x in value.logits:
-        is_made_of_exponentials = other.exponential_of == x.product
-        if is_made_of_exponentials or x.product in _products(other, "maximum"):
+        # Its maximum, or the logarithm of a sum of its exponentials
+        if x.product in (other.exponential_of, *_products(other, "maximum")):
             # Softmax may subtract any number that is the same for all keys, such as the maximum
             # [batch, head, query, 1]. Its fact "repeats" has the axes along which it differs, here
             # all but that of the keys; one without this fact may differ along all, which

@@ -207,7 +207,6 @@ def _shard_map(
       operands: The values of the equation's inputs.
     """
     params = eqn.params
-    mesh = params["mesh"]
     check_vma = params["check_vma"]
     # The axes of the mesh over which this `shard_map` divides; an enclosing one may divide others.
     axis_names = params["newly_manual_axes"]
@@ -225,13 +224,13 @@ def _shard_map(
             differing = axis_names
             if check_vma:
                 differing = axis_names & varying(jax.typeof(maximum))
-            axes = tuple(axis for axis in mesh.axis_names if axis in differing)
+            axes = tuple(sorted(differing))
             results.append(jax.lax.pmax(maximum, axes) if axes else maximum)
         return results
 
     on_all_devices = jax.shard_map(
         on_one_device,
-        mesh=mesh,
+        mesh=params["mesh"],
         in_specs=params["in_specs"],
         out_specs=[*params["out_specs"], *[PartitionSpec()] * count],
         axis_names=axis_names,

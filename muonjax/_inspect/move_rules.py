@@ -94,9 +94,10 @@ def moved_by(records: Records, node: Node, x: Marks) -> Marks:
         added = other_axes(len(new), params["broadcast_dimensions"])
         return np.expand_dims(x, axes_after(first, added))
     if node.name == "tile":
-        # Along an axis on which marks don't depend, all copies have the same ones.
+        # Along an axis on which marks don't depend, all copies have the same ones. For the `first`
+        # axes NumPy adds a one each.
         reps = np.where(np.array(x.shape[first:]) > 1, params["reps"], 1)
-        return np.tile(x, (*[1] * first, *reps))
+        return np.tile(x, reps)
     if node.name == "rev":
         return np.flip(x, axes_after(first, params["dimensions"]))
     if node.name == "scan_stack":  # the same marks for each iteration

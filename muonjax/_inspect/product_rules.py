@@ -383,17 +383,15 @@ def _record_mixture(records: Records, node: Node, operand: Operand) -> None:
         # The runs along columns of w, but for those that are known to count experts or heads.
         columns = set(projection.product.use.columns) - projection.product.batches
         summed = layout.runs_along(operand.summed)
-        is_mixture = columns.intersection(summed) and columns.intersection(
-            layout.runs_along(operand.free)
-        )
-        if is_mixture:
+        kept = layout.runs_along(operand.free)
+        if columns.intersection(summed) and columns.intersection(kept):
             records.record(
                 node, "unknown", projection.view, "a sum over a part of its columns"
             )
         # Columns along all free axes leave none for examples: the result is a kernel. In
         # x @ (w + (y @ g).reshape(d, d)) this takes w out of the biases of y @ g.
         if summed and layout.varying.issuperset(operand.free):
-            records.uses.biases.difference_update(b.leaf for b in projection.biases)
+            records.uses.biases -= {bias.leaf for bias in projection.biases}
 
 
 def _softmaxes_of(weights: Operand) -> list[list[Logits]]:

@@ -147,8 +147,9 @@ class Program:
 
         Weight decay is not for them by default.
         """
-        decisions = self._decisions.items()
-        return {path for path, d in decisions if d.is_vector or not d.trains}
+        return {
+            path for path, d in self._decisions.items() if d.is_vector or not d.trains
+        }
 
     def skipped(self, params: Any) -> str:
         """A sentence about parameters that are masked in `params` or left out,
@@ -159,9 +160,9 @@ class Program:
             return ""
         unclipped = []
         for attention in self.attentions:
-            scales = attention.site.scales if attention.site else ()
+            site = attention.site
             # Without one of its parameters an attention is not clipped.
-            if any(scale.path in missing for scale in scales):
+            if site and any(scale.path in missing for scale in site.scales):
                 unclipped.append(attention.name)
         clips = f"; not clipped: {listed(unclipped, ', ')}" if unclipped else ""
         return f"Not among these parameters: {listed(missing, ', ')}{clips}."
@@ -227,11 +228,11 @@ class Program:
         fun, params, args = as_function_of_parameters(self._fun, params, args)
         sites = self.sites
         closed = jax.make_jaxpr(lambda params: fun(params, *args, **kwargs))(params)
-        given = jax.tree.leaves((args, kwargs))
 
         # With `shared`, the softmax of both examples of the `vmap` below gets the logits of the
         # first.
         def results_and_maxima(params: Any) -> Any:
+            given = jax.tree.leaves((args, kwargs))
             # `self._call` is the words of errors, such as "inspect(loss_fn)".
             return find_maxima(closed, [params], self._call, given, shared=True)
 

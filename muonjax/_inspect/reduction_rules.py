@@ -17,8 +17,9 @@ def _reduce(records: Records, node: Node) -> Sequence[Value]:
     records.record_reduced(value.projections, node.params["axes"])
     result = dependent([value])
     if node.name == "reduce_max":
-        logits = (x for x in value.logits if x.stage == "logits")
-        largest = tuple(x._replace(stage="maximum") for x in logits)
+        largest = tuple(
+            x._replace(stage="maximum") for x in value.logits if x.stage == "logits"
+        )
         result = result._replace(logits=largest)
     return [_without_axes(records, node, result)]
 

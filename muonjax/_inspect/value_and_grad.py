@@ -75,8 +75,9 @@ def value_and_grad(
             )
             return differentiated(*args, **kwargs)
         # Where an argument is missing, `jax.value_and_grad` says so.
-        for argument in (args[i] for i in jax.tree.leaves(argnums) if i < len(args)):
-            _check_differentiable(named_call("value_and_grad", fun), argument)
+        for i in jax.tree.leaves(argnums):
+            if i < len(args):
+                _check_differentiable(named_call("value_and_grad", fun), args[i])
         # To JAX the largest logits are an `aux`: so `has_aux` is true also if the caller's is not.
         measured = _with_max_logits(fun, argnums, has_aux)
         return jax.value_and_grad(measured, argnums, has_aux=True)(*args, **kwargs)

@@ -194,8 +194,8 @@ def _pieces(named: str, i: int, shape: Axes, numbers: DimensionNumbers) -> list[
     reduction = _checked_axes(named, "reduction_axis", numbers.reduction_axis, shape)
     output = _checked_axes(named, "output_axis", numbers.output_axis, shape)
     sides = reduction + output
-    are_disjoint = len(set(sides)) == len(sides)
-    if 0 in shape or not reduction or not output or not are_disjoint:
+    is_twice = len(set(sides)) < len(sides)
+    if 0 in shape or not reduction or not output or is_twice:
         raise ValueError(
             f"{named} of shape {shape} needs disjoint axes for its sides, none twice, and no empty "
             f"dimension, got {numbers}."

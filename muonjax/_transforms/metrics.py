@@ -164,7 +164,7 @@ def _of_clip(state: Mapping[str, Any]) -> dict[str, Any]:
     return measured | {
         "largest": largest,
         "num_clipped": num_clipped,
-        "share_clipped": num_clipped / max(1, num_heads),
+        "share_clipped": num_clipped / num_heads,
         "total_clipped": total_clipped,
         "smallest_factor": smallest,
     }
