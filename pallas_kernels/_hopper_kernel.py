@@ -141,8 +141,9 @@ def _kernel(x_gmem, y_gmem, scale_gmem, *refs, addend: bool):
             def load_tile(b, i, j, stage):
                 """Copy all slices of k that tile (i, j) of matrix b needs, the first into `stage`.
 
-                `each_tile` runs it at once, for each tile of this CTA, here in the warpgroup that
-                loads. It returns the stage after that of the last slice; the stages go round.
+                Returns the stage after that of the last slice, with which the next tile begins; the
+                stages go round. `each_tile` runs this at once, for each tile of this CTA, here in
+                the warpgroup that loads.
                 """
 
                 def load_slice(s, stage):

@@ -212,7 +212,8 @@ def _projection(
 
     Args:
       name: The name of the projection, "query".
-      factor: Which factor of the logits both belong to: "query", "key" or "whole".
+      factor: Which factor of the logits both belong to: "query", "key", or "whole", a part of the
+        queries that takes all of γ, as its key is shared by the heads.
       layout: Axes of the kernel: "i (h d)" has an axis of the input and one of outputs.
       orders: In which order the letters of the outputs may come;
         by default the heads before their features.

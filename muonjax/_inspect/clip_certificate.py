@@ -111,9 +111,11 @@ class Certificate:
         """
         self.records, self.graph, self.logits = records, records.graph, logits
         # A table has three numbers for each entry of an array: the logarithm of its factor, and the
-        # first and the last position that it is made of. After axis 0, which these are along, comes
-        # an axis for each scan around the logits: inside of a scan over four layers a table is
-        # [3, 4, *axes of the array]. This is the axis of each scan, by the place of its body.
+        # first and the last of the scaled parameter's entries that it is made of, by their numbers:
+        # by these, logits of two heads that count as one are found. After axis 0, which these are
+        # along, comes an axis for each scan around the logits: inside of a scan over four layers a
+        # table is [3, 4, *axes of the array]. This is the axis of each scan, by the place of its
+        # body.
         self.loops: dict[Place, int] = {}
         for probe in probes:
             for depth, step in enumerate(probe.path, start=1):
@@ -126,8 +128,9 @@ class Certificate:
         self.tables: dict[int, Table] = {}
         # Operations that take one of these arrays, and are to be followed.
         self.pending: set[int] = set()
-        # The logarithm of γ for each head of each layer. They are even whole numbers: half of one
-        # is whole too, for √γ, and no sum is rounded.
+        # The logarithm of γ for each head of each layer, which all spans share. They are random, so
+        # that no two sums of them are equal by accident, and even whole numbers: half of one is
+        # whole too, for √γ, and no sum is rounded.
         shape = (*spans[0].layers, spans[0].entries)
         self.logarithms = 2.0 * np.random.default_rng(0).integers(1, 1 << 40, shape)
         # The first tables are those of the parameters. Each makes its readers pending.

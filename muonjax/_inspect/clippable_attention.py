@@ -171,8 +171,8 @@ def _check_softmaxes(records: Records, product: int) -> None:
 def _check_readers(records: Records, product: int) -> None:
     """Refuses logits of which something else is made than a softmax: a clip would change that, too.
 
-    Such are a tanh of logits with a bias, their concatenation with others, a penalty on them, and
-    their sum with the next layer's logits.
+    Such are tanh(logits + bias), their concatenation with others, a penalty on them, and their sum
+    with the next layer's logits. (A tanh of logits alone is followed, and the certificate decides.)
     """
     graph, values = records.graph, records.values
     # Arrays of the product's logits and of their maximum: the list grows while it is gone through.
@@ -184,7 +184,8 @@ def _check_readers(records: Records, product: int) -> None:
             if i not in graph.trained:
                 continue
             for result in node.outputs:
-                # A result has no logits of this product where they became something else.
+                # A result has no logits of this product where they became something else. Their
+                # maximum and softmax's weights still have them, at another `stage`.
                 if not any(x.product == product for x in values[result].logits):
                     raise Refused(_why_not_alone(records, i))
                 # After an exponential come softmax's weights, which change as the clip wants it.

@@ -96,7 +96,7 @@ def _after_round(records: Records, carry: Node) -> Value:
     # bit, h would be taken for a statistic of this x @ w, as in a norm, which mixes its columns.
     # So only the bits of products before the loop stay.
     without_products = after.depends_on & (OF_PRODUCTS - 1)
-    # Of logits only their maximum goes on, which an online softmax carries from block to block.
+    # Only the maximum of logits goes on, which an online softmax carries from block to block.
     logits = (*start.logits, *end.logits)
     maxima = dict.fromkeys(x for x in logits if x.stage == "maximum")
     return after._replace(

@@ -97,20 +97,23 @@ def _form(records: Records, use: Use) -> _Form:
     # `origin` is the shape of the parameter.
     product, shape = use.product, use.view.layout.origin
     form = _Form(*_rows_and_columns(records, use))
-    # A convolution by groups has a matrix for each, of as many output features: these are the cut,
-    # whatever parts of its result are used. Its kernel has one axis of columns.
+    # 1, but for a convolution by groups. That has a matrix for each group, of as many output
+    # features: these are the cut, whatever parts of its result are used. Its kernel has one axis of
+    # columns.
     groups = use.kernel.groups
     if groups > 1:
         axis = min(form.columns)
         return form._replace(cut=_Cut(axis, (shape[axis] // groups,) * groups))
-    # The columns that operations take of the result are the parts. In x @ w[:, :64] the others of w
-    # may be another product's: along such a sliced axis, parts that leave some out are no cut.
+    # The columns that operations take of the result are the parts. `_cut` makes a part of columns
+    # that no operation takes, too. But x @ w[:, :64] has only the columns 0 to 63 of w, and another
+    # product may take the rest: along a sliced axis it makes no cut unless the parts have all.
     sliced = {axis for axis, _ in use.view.layout.region}
     cut = _cut(product.parts, shape, form.columns, sliced)
     if cut is None:
         return form
     # Before the cut an operation mixed columns in groups, as a norm of each gate of an LSTM does.
-    # Whether a group lies across two parts is not followed (`record_reduced`), so names decide.
+    # If a group lay across two parts, these would be no matrices of their own. That is not followed
+    # (`record_reduced`), so names decide.
     if product.has_mixed_groups:
         raise Contradiction(
             f"a norm of some of its columns before they are cut: {records.graph.line(use.node)}"

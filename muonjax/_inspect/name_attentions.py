@@ -37,8 +37,8 @@ def named_attentions(
 
     An attention with its queries in "block_0/attn/q" and its keys in "block_0/attn/k" is named by
     its module, "block_0/attn", or "max_logits" if that is the root. If several attentions share a
-    module, each that can be clipped is named by its queries, "block_0/attn/q". One that is refused
-    keeps the module's name, which stands only in messages, and has no site.
+    module, refused ones too, each that can be clipped is named by its queries, "block_0/attn/q".
+    One that is refused keeps the module's name, which stands only in messages, and has no site.
 
     Args:
       records: The program.
@@ -46,7 +46,8 @@ def named_attentions(
     """
     calls = attentions(records)
     path_of = dict(enumerate(paths))
-    # For each attention the smallest module that has the parameters of its queries and keys.
+    # For each attention the smallest module that has the parameters of its queries and keys, the
+    # `views`. The `spans`, below, are what the clip scales of these, queries first.
     modules = []
     for call in calls:
         modules.append(module_of([path_of[view.leaf] for view in call.views]))
@@ -55,7 +56,7 @@ def named_attentions(
     for call, module in zip(calls, modules, strict=True):
         name = module or "max_logits"
         site = None
-        # It can be clipped: the spans are what is scaled, queries first.
+        # It can be clipped.
         if call.spans:
             if modules.count(module) > 1:
                 name = path_of[call.spans[0].leaf]

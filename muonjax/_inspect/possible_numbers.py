@@ -73,7 +73,8 @@ def is_mask(graph: Graph, value: int, hides: float = MASKED) -> bool:
 
 
 def _result_of(graph: Graph, node: Node) -> np.ndarray | None:
-    """The numbers in the result of an operation, by those in its operands; None if data say which.
+    """The numbers that the result of an operation may hold, by those that its operands may hold;
+    None if data decide.
 
     where(data, 0, -1e9) holds 0 and -1e9, and data + 1 gives None. Data times a number as large as
     a mask's are taken for a mask that is an argument: data * -1e9 holds -1e9, 0 and 1e9.

@@ -472,21 +472,23 @@ def _of_two_activations(
 
     It is a layer, so that a matrix before it is no output head, if both operands have free axes, as
     in queries @ keys.T, or if it matches two towers, as an einsum `bd,bd->b` does with the features
-    of images and of texts. The same einsum of one array with itself, a squared norm as in a loss,
-    is not a layer.
+    of images and of texts. The same einsum of arrays that are made of the same products is not a
+    layer: it may be a squared norm, as in a loss.
     """
-    # Exponentials of the result may be the weights of an attention: they get `exponential_of` from
-    # its `scores`. The result itself gets none: softmax's weights times values are made of
-    # exponentials, but are no weights any more.
+    # Exponentials of the result may be the weights of an attention. If they multiply values, and
+    # their logits were lost on the way, `record_weights` looks here, and the attention is refused.
     records.attention.candidates.add(node.index)
+    # An exponential of the result gets this number as its `exponential_of`. The result itself is
+    # none: softmax's weights times values are made of exponentials, but are no weights any more.
     result = result._replace(scores=node.index, exponential_of=-1)
     first = left.value
     second = right.value
     has_towers = is_match([(first, left.summed), (second, right.summed)])
     if (left.free and right.free) or has_towers:
         records.layers.add(node.index)
-    # Softmax's weights times values are no new logits. Without projections there is no column of
-    # a parameter that a clip could scale.
+    # No new logits in two cases. Softmax's weights keep the logits of their attention, and so
+    # weights times values have an operand with logits. Without projections there is no column of a
+    # parameter that a clip could scale; one operand's are enough, as of queries times keys of data.
     has_logits = first.logits or second.logits
     has_projections = first.projections or second.projections
     if has_projections and not has_logits:

@@ -239,9 +239,9 @@ class Records:
         # none of them is the values. A gain, which depends on no data, isn't either.
         may_be_values = values.depends_on & DATA and values.exponential_of != product
         # queries @ keys.T is a candidate at once: the sum of its exponentials may come later, as in
-        # (exp(scores) @ values) / sum(exp(scores)). x @ c, with a matrix c, becomes one only by a
-        # sum of its exponentials, which exp(x @ c) * y has not, and not by a sum along the columns
-        # of c: that is one of a router or an output head.
+        # (exp(scores) @ values) / sum(exp(scores)). x @ c, of a parameter c, is one only after a
+        # sum of exp(x @ c): without a sum, as in exp(x @ c) * y, it is a gate. A sum along the
+        # columns of c is that of a router or an output head, and makes no candidate.
         if may_be_values and product in self.attention.candidates:
             self.attention.other_readers.setdefault(product, node.index)
 

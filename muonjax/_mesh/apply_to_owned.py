@@ -78,9 +78,9 @@ class Loop(NamedTuple):
 def _loop(owned: Owned, policy: Policy) -> Loop:
     """The loop over matrices of one shape, a batch of equally many in each step.
 
-    Each matrix is given by its first column in the buffer and its layout. Two owners with the
-    matrices [(0, A), (32, A)] and [(0, A), (32, B)], in blocks of 32 numbers, get with batches of
-    one matrix the places [[(0, 0), (32, 0)], [(0, 0), (32, 1)]] and two steps each.
+    Each matrix is given by its first column in the buffer and its layout. Where one takes 32
+    columns, two owners with the matrices [(0, A), (32, A)] and [(0, A), (32, B)] get with batches
+    of one matrix the places [[(0, 0), (32, 0)], [(0, 0), (32, 1)]] and two steps each.
     """
     # How many matrices of each layout an owner has. One shape can have several layouts: leaves that
     # are sharded along other axes.
@@ -92,8 +92,8 @@ def _loop(owned: Owned, policy: Policy) -> Loop:
     batch_size = 1
     if not policy.is_cpu:
         # Batches have one size for all layouts and owners, because all devices run one program. The
-        # size divides the number of matrices that any owner has of any layout. So all batches are
-        # full, and none has two layouts.
+        # size divides the number of matrices that any owner has of any layout, as `chunk_size`
+        # gives a divisor. So all batches are full, and none has two layouts.
         divisor = 0
         for count in counts:
             divisor = math.gcd(divisor, *count.values())

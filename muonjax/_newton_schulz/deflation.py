@@ -147,6 +147,7 @@ def shrink_dominant(
     v = _dominant_subspace(lambda v: dot(gram, v), start, num_steps=_SUBSPACE_STEPS)
     # A V, [*batch, m, k]
     av = dot(gram, v)
+    # H = V^H A V, and D
     h, d = _projection_and_shrinkage(v, av)
 
     # W A W = A - P S^H - S P^H with P = V D and S = A V - P (V^H A V) / 2.

@@ -212,7 +212,8 @@ def _params_with_gradients(updates: Any, params: Any) -> Any:
                 f"the gradient of {path!r} has shape {jnp.shape(gradient)}, the parameter "
                 f"{jnp.shape(leaf)}."
             )
-        # Where one of them is masked, the gradient's entry keeps the structure of the gradients.
+        # Where one of them is masked, the gradient's entry keeps the structure of the gradients: a
+        # masked one stays masked. If the parameter alone is masked, its gradient stands here.
         kept.append(leaf if is_present else gradient)
     # `gradients` is in the order of the tree, in which a masked entry counts as a leaf.
     return jax.tree.structure(updates, is_leaf=is_masked).unflatten(kept)

@@ -202,7 +202,7 @@ def _check_blocks(tree: Any, distribution: Distribution | None) -> None:
     An axis of 768 has blocks of 128: two shards have three each,
     and four shards of 192 entries would cut the second.
     """
-    # Integers have no imaginary part.
+    # int8 can hold no imaginary part.
     _check_real(tree)
     shards_of_leaves = shards_of_last_axis(tree, distribution)
     leaves = jax.tree.leaves_with_path(tree)
@@ -312,12 +312,12 @@ def cast_momentum(state: Any, dtype: jax.typing.DTypeLike) -> Any:
             any other node as it is."""
             if not _is_momentum(node):
                 return node
-            # A tree of floats; an `Int8TraceState` is (integers, scales).
+            # A tree of floats: float32 of an `Int8TraceState`, which is (integers, scales).
             is_int8 = isinstance(node, Int8TraceState)
             momentum = jax.tree.map(dequantize, *node) if is_int8 else node.trace
             if dtype != jnp.int8:
                 return optax.TraceState(optax.tree.cast(momentum, dtype))
-            # Integers have no imaginary part.
+            # int8 can hold no imaginary part.
             _check_real(momentum)
             # A tree of integers and one of scales: a map of both at once would be a tree of pairs.
             values = jax.tree.map(lambda m: quantize(m)[0], momentum)
