@@ -51,9 +51,10 @@ def _scale_by_adam(**settings: Any) -> optax.GradientTransformation:
         updates: optax.Updates, state: optax.OptState, params: Any = None
     ) -> tuple[optax.Updates, optax.OptState]:
         directions, new_state = adam.update(widened(updates), state, params)
-        # Each update gets the dtype of its gradient, and each array of the state the dtype that it
-        # had: that of `init`, or of a restored checkpoint.
-        directions = optax.tree.cast_like(directions, updates)
+        # Each update gets the dtype of its parameter: gradients in bfloat16 don't round the updates
+        # of float32 weights. Each array of the state keeps the dtype that it had: that of `init`, or
+        # of a restored checkpoint.
+        directions = optax.tree.cast_like(directions, params)
         return directions, optax.tree.cast_like(new_state, state)
 
     return optax.GradientTransformation(init, update)

@@ -251,6 +251,14 @@ def test_parameters_keep_their_dtype(dtype):
     assert error < 0.05 * np.linalg.norm(single["mlp"]["kernel"])
 
 
+def test_gradients_in_bfloat16_leave_the_updates_of_float32_weights_in_float32():
+    """As Optax does, also where no weight decay widens them."""
+    tree = params()
+    tx = muonjax.muon(0.01, newton_schulz=SHORT, weight_decay=0.0)
+    updates, _ = tx.update(gradients(0, jnp.bfloat16), tx.init(tree), tree)
+    assert {u.dtype.name for u in jax.tree.leaves(updates)} == {"float32"}
+
+
 def test_a_float16_matrix_leaves_the_update_of_a_float32_bias():
     """Its leaf's eps, 6e-5, would divide the update of a gradient of 1e-6 by 60."""
     wide = {"dense": {"kernel": jnp.eye(8), "bias": jnp.zeros(8)}}
