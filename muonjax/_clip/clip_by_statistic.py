@@ -24,7 +24,7 @@ from muonjax._common.arguments import (
     whole_number,
 )
 from muonjax._common.explicit_axes import sharded_like, zero_beside
-from muonjax._common.linalg import at_least_float32
+from muonjax._common.linalg import at_least_float32, common_dtype
 from muonjax._common.trees import flatten_paths, is_masked
 
 if TYPE_CHECKING:
@@ -331,15 +331,11 @@ def scaled_update(
     and infinite p into NaN.
     """
     # The result has the wider dtype: a half-precision update of a float32 weight would be rounded,
-    # so that the logits miss the threshold. Where the user forbids promotion, `promote_types` would
-    # raise for two dtypes.
-    with jax.numpy_dtype_promotion("standard"):
-        dtype = jnp.promote_types(u.dtype, p.dtype)
+    # so that the logits miss the threshold.
+    dtype = common_dtype(u.dtype, p.dtype)
     wide = at_least_float32(dtype)
     # In 16 bits f itself would be rounded, and the difference f − 1 with it.
-    u = u.astype(wide)
-    p = p.astype(wide)
-    f = f.astype(wide)
+    u, p, f = (x.astype(wide) for x in (u, p, f))
     # u' = f·u + (f − 1)·p
     scaled = f * u + (f - 1) * p
     return jnp.where(f == 1, u, scaled).astype(dtype)

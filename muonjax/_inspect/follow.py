@@ -97,8 +97,7 @@ def _after_round(records: Records, carry: Node) -> Value:
     # So only the bits of products before the loop stay.
     without_products = after.depends_on & (OF_PRODUCTS - 1)
     # Only the maximum of logits goes on, which an online softmax carries from block to block.
-    logits = (*start.logits, *end.logits)
-    maxima = dict.fromkeys(x for x in logits if x.stage == "maximum")
+    maxima = dict.fromkeys(x for x in start.logits + end.logits if x.stage == "maximum")
     return after._replace(
         depends_on=without_products | start.depends_on, logits=tuple(maxima)
     )

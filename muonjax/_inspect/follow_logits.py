@@ -150,7 +150,7 @@ def _exponential(node: Node, value: Value) -> tuple[Logits, ...]:
     weights = []
     for x in value.logits:
         # softmax(x - c) = softmax(x), and no such thing is true of a sigmoid.
-        is_shifted = node.name == "logistic" and bool(x.shifts)
+        is_shifted = node.name == "logistic" and x.shifts
         # A slice of the logits, which has a `region`, ends here: what is measured is one array, and
         # other slices may go into other softmaxes.
         if not is_shifted and not x.layout.region:

@@ -70,10 +70,9 @@ def value_and_grad(
         # transformation separates from its state; None for any other.
         library = functions_for(args[0]) if args else None
         if library is not None:
-            differentiated = library.value_and_grad_of_model(
+            return library.value_and_grad_of_model(
                 _with_max_logits, fun, argnums, has_aux
-            )
-            return differentiated(*args, **kwargs)
+            )(*args, **kwargs)
         # Where an argument is missing, `jax.value_and_grad` says so.
         for i in jax.tree.leaves(argnums):
             if i < len(args):

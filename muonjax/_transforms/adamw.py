@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import optax
 
-from muonjax._common.linalg import at_least_float32
+from muonjax._common.linalg import at_least_float32, common_dtype
 from muonjax._transforms.learning_rate import scale_by_learning_rate
 
 
@@ -51,10 +51,14 @@ def _scale_by_adam(**settings: Any) -> optax.GradientTransformation:
         updates: optax.Updates, state: optax.OptState, params: Any = None
     ) -> tuple[optax.Updates, optax.OptState]:
         directions, new_state = adam.update(widened(updates), state, params)
-        # Each update gets the dtype of its parameter: gradients in bfloat16 don't round the updates
-        # of float32 weights. Each array of the state keeps the dtype that it had: that of `init`, or
-        # of a restored checkpoint.
-        directions = optax.tree.cast_like(directions, params)
+        # An update has the wider dtype of its gradient and its parameter, as in Optax. Each array of
+        # the state keeps the dtype that it had: that of `init`, or of a restored checkpoint.
+        directions = jax.tree.map(
+            lambda x, g, p: x.astype(common_dtype(g.dtype, p.dtype)),
+            directions,
+            updates,
+            params,
+        )
         return directions, optax.tree.cast_like(new_state, state)
 
     return optax.GradientTransformation(init, update)

@@ -15,7 +15,7 @@ from muonjax._common.arguments import (
     errors_of,
     given_dtype,
 )
-from muonjax._common.linalg import at_least_float32, scaled
+from muonjax._common.linalg import at_least_float32, common_dtype, scaled
 from muonjax._mesh.distribution import (
     Distribution,
     check_distribution,
@@ -132,13 +132,11 @@ def trace(
         # so that it has no float type of its own, and the update has that of the gradient.
         if is_int8:
             return update.astype(g.dtype), *quantize(momentum)
-        # `optax.trace` returns the wider one of the two dtypes.
-        # JAX's strict mode knows none for bfloat16 and float32.
-        with jax.numpy_dtype_promotion("standard"):
-            update_dtype = jnp.promote_types(g.dtype, m.dtype)
+        # As `optax.trace` does, in the wider one of the two dtypes
+        update = update.astype(common_dtype(g.dtype, m.dtype))
         # M gets `dtype`, which is `accumulator_dtype`, also where a restored M has another; None
         # keeps that of M.
-        return update.astype(update_dtype), momentum.astype(dtype or m.dtype)
+        return update, momentum.astype(dtype or m.dtype)
 
     def int8_zeros(params: Any) -> Int8TraceState:
         """The first state in int8."""
