@@ -169,8 +169,9 @@ def merge(model: nnx.Module) -> None:
         # A new value of the same variable, since an optimizer may refer to it.
         kernel = layer.kernel
         kernel[...] = loha.adapted_kernel(kernel[...], adapter.factors(), adapter.scale)
-        # The layer multiplies as before it had an adapter. `nnx.static` takes back the mark of
-        # `nnx.data`, with which the function would be a leaf of the model.
+        # The layer multiplies as before it had an adapter: by its own function, or by None, Flax's
+        # default. `add_loha` marked the attribute by `nnx.data`, with which the function would be a
+        # leaf of the model; `nnx.static` takes the mark back.
         setattr(layer, attribute, nnx.static(adapter.replaced))
     if not has_adapter:
         raise ValueError("merge(model): no LoHa adapter in it; was it merged already?")
@@ -298,8 +299,8 @@ def value_and_grad_of_model(
         with_maxima = with_max_logits(of_parameters, argnums=0, has_aux=True)
         # `params` of a model without parameters is empty.
         loss, ((aux, variables), max_logits) = with_maxima(params.get(0, {}), others)
-        # `fun` may have changed running means or counts of random numbers:
-        # the caller's variables get them.
+        # `fun` may have changed running means or counts of random numbers. `given` is the model as
+        # `nnx.value_and_grad` traces it, which hands its variables on to the caller's.
         nnx.update(given, variables)
         return loss, ((aux, max_logits) if has_aux else max_logits)
 

@@ -209,7 +209,8 @@ def _checked_scale(name: str, value: Any, batch: list[int]) -> jax.Array:
 def _run(
     operands: Operands, implementation: str, platform: str
 ) -> Inexact[Array, "*batch m m"]:
-    """The product by the implementation of this name. The platform says how blocks are made."""
+    """alpha X Y^H + beta C by one of `IMPLEMENTATIONS`, or by `_HOPPER_ON_A_GPU`, the rule's own name
+    and no user's. The platform says how "blocked" makes its blocks."""
     if implementation == "blocked":
         return _xla_product.blocked_product(operands, platform=platform)
     if implementation == _HOPPER_ON_A_GPU:
@@ -222,6 +223,7 @@ def _run(
         return jax.lax.platform_dependent(operands, cuda=on_a_gpu, default=elsewhere)
     if implementation == "hopper":
         return _hopper_product.symmetric_product(operands)
+    # "reference": all other names were refused before.
     return _xla_product.symmetric_product(operands)
 
 

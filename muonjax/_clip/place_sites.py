@@ -171,8 +171,8 @@ def _check_heads(path: str, scales: Sequence[PlacedScale]) -> None:
     8 query heads of 64 features fit 8, 4, 2 or 1 key heads of 64,
     and a bias has as many heads and features as its kernel.
     """
-    # The rotary queries of latent attention, whose factor is "whole", have as many heads as the
-    # other queries.
+    # `entries` of a scale counts its heads, and `features` the columns of each. The rotary queries
+    # of latent attention, whose factor is "whole", have as many heads as the other queries.
     query_heads = {scale.entries for scale in scales if scale.factor != "key"}
     key_heads = {scale.entries for scale in scales if scale.factor == "key"}
     # Rotary queries are multiplied by a key of their own, which nothing scales, and may have

@@ -104,8 +104,8 @@ def as_sites(argument: str, sites: Any) -> tuple[Site, ...]:
     Raises TypeError, which names the argument, for anything else, also for an empty sequence. A
     `Program` without an attention that can be clipped raises ValueError.
     """
-    # `Program.sites` makes the sites anew, and warns of attentions that can't be clipped:
-    # it is read once.
+    # `Program.sites` makes the sites anew, warns of attentions that can't be clipped, and raises
+    # ValueError if none can be: it is read once.
     several = getattr(sites, "sites", sites)
     if isinstance(several, Site):
         several = (several,)

@@ -376,12 +376,14 @@ def explains_keywords(
         @errors_of(name)
         def checked(*args: P.args, **kwargs: P.kwargs) -> T:
             """`function`, after its arguments are checked by its `signature`, which has the names
-            `known`. In Python's own errors the function that `**settings` go to would be named."""
+            `known`. Python's own error for a wrong name among `**settings` would name a function
+            that the user never called."""
             # `bind` below refuses unknown names too, but would not say that what Optax or PyTorch
             # call "beta" is "decay" in muonjax, as `_meant` does.
             for keyword in kwargs:
                 if keyword not in known:
-                    # `errors_of` puts `name`, that of the call, before it.
+                    # `errors_of` puts `name`, that of the call, before it, and `_meant` goes on with
+                    # ": in muonjax it is decay".
                     raise TypeError(
                         f" has no argument {keyword!r}{_meant(keyword, known)}."
                     )

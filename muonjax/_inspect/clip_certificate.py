@@ -197,8 +197,9 @@ class Certificate:
     def failure(self) -> int | None:
         """Follows the clip to the logits: the first operation that it may not pass, or None.
 
-        None says that no scalar result changes but by the logits.
-        Whether these get the right factors is for `located`.
+        None says that no scalar result changes but by the logits. Whether these get the right
+        factors is for `located`. `_keep` makes the readers of each array pending, but not those of
+        the logits, at which the clip ends.
         """
         graph = self.graph
         while self.pending:
@@ -206,11 +207,12 @@ class Certificate:
             operation = min(self.pending)
             self.pending.remove(operation)
             node = graph.nodes[operation]
-            # Results that are thrown away may change. So may the maximum that is subtracted from
-            # logits, as softmax(x - c) = softmax(x): where the logits are masked once more for it,
-            # the clip comes by it to this difference, and not by the logits.
+            # Results that are thrown away may change. So may x - maximum(x) of logits x, as
+            # softmax(x - c) = softmax(x). The clip comes to it by the maximum alone, where
+            # `jax.nn.softmax` masks the logits once more before it takes the maximum.
             if operation not in graph.live or self._is_in_softmax(node):
                 continue
+            # `_followed` refuses an operation with several results.
             try:
                 self._keep(node.outputs[0], self._followed(node))
             except NotFollowed:

@@ -258,22 +258,27 @@ def _of_weights(operation: Operation) -> tuple[ParameterView, ...]:
 
 
 def _of_activations(operation: Operation, result: Value) -> Value:
-    """`result`, which says what the result of an operation depends on, with the parameters,
-    projections and logits that go on. Operands are activations, or parameters and data.
+    """`result`, which says what the result of an operation depends on and has the scores of its
+    operands, with the parameters, projections and logits that go on. Operands are activations, or
+    parameters and data.
 
-    Each parameter is recorded as added or multiplied, as a bias or a gain is. But w in w * mask or
-    w + data may be a weight still, and goes on: if a product takes it, this record does not count.
+    Each operand that is made of parameters alone is recorded as added or multiplied, as a bias or a
+    gain is. It goes on as well, as w in w * mask or w + data may be a matrix still: if a product
+    takes it, this record does not count.
     """
     records = operation.records
     node = operation.node
     values = operation.values
     weights = [value for value in values if value.is_weight]
     records.record_views(node, operation.what, weights)
+    # In x * y each operand may be a gate, a norm or labels for the columns of the other.
     if operation.is_scale:
         _record_factors(records, node, *values)
     elif operation.is_sum:
-        # In tanh(q[:, :4]) + q[:, 4:] both slices become parts of q.
+        # In tanh(q[:, :4]) + q[:, 4:] one slice has gone through a tanh and the other has not: they
+        # are used differently, and both become parts of q.
         _record_meeting_parts(records, values)
+    # Linear still, or nonlinear from here on; after a sum with the parameters that it adds.
     projections = _projections(operation)
     # The weights of a softmax, if the scores are those of queries and keys: where they meet values,
     # an attention is listed. 2 ** scores is an exponential, too; scores ** y, also a "pow", is

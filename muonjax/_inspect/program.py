@@ -230,7 +230,7 @@ class Program:
         closed = jax.make_jaxpr(lambda params: fun(params, *args, **kwargs))(params)
 
         # With `shared`, the softmax of both examples of the `vmap` below gets the logits of the
-        # first.
+        # first. The largest logits are those of each example, measured before that.
         def results_and_maxima(params: Any) -> Any:
             given = jax.tree.leaves((args, kwargs))
             # `self._call` is the words of errors, such as "inspect(loss_fn)".

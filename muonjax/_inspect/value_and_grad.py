@@ -91,7 +91,8 @@ def _with_max_logits(
     what is differentiated.
 
     Each call traces `fun` to a jaxpr whose inputs are the arguments `argnums`, and runs it with the
-    largest logits as further results. The caller's `jax.value_and_grad` differentiates this run.
+    largest logits as further results, {name of the attention: [*layers, heads]}. The caller's
+    `jax.value_and_grad`, or Flax's for an NNX model, differentiates this run.
     """
     call = named_call("value_and_grad", fun)  # for errors
 

@@ -366,8 +366,8 @@ def move_each(items: Sequence[Any], move: Move) -> tuple[Any, ...]:
         if layout is None:
             continue
         item = item._replace(layout=layout)
-        # The biases that were added to a projection, and what was subtracted from logits,
-        # lie in the same array.
+        # The biases that were added to a projection lie in the same array, and `shifts` says along
+        # which of its axes a number differs that was subtracted from logits.
         if isinstance(item, Projection):
             item = item._replace(biases=move_each(item.biases, move))
         if isinstance(item, Logits):

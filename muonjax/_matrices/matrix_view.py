@@ -412,8 +412,8 @@ class Pieces(list[Piece]):
         """
         leaves = self.treedef.flatten_up_to(tree)
         for i, pairs in self._by_leaf(results).items():
-            # The pieces of leaf i, each with its result: all have the axis and the repeats of the
-            # first.
+            # The pieces of leaf i, each with its result. All are cut along one axis, into as many
+            # stretches: the first stands for all.
             piece, result = pairs[0]
             axis = piece.axis
             # A piece without an axis is a whole leaf, whose result takes its place as it is.

@@ -115,6 +115,8 @@ def routes(
         ruled = apply_rules(leaves, rules)
     # Modules know more than a tree of their arrays, such as that a layer is an embedding.
     parameters = _parameters(arrays, types_of_modules(params))
+    # What leaves say of each other: a bias shows the outputs of its kernel, and all together show
+    # in which order the library stores weights.
     neighbors = Neighbors(parameters)
     answers = {p.path: _answer_by_layer(p, neighbors) for p in parameters}
     answers |= ends(parameters, answers)

@@ -123,8 +123,8 @@ def trace(
         # In float32 at least: bfloat16 would round a decay of 0.999 to 1.
         wide = at_least_float32(g.dtype, m.dtype)
         gradient = g.astype(wide)
-        # M <- G + decay M. A schedule's decay is an array, which JAX's strict mode multiplies only
-        # by one of its own dtype: `scaled` casts both.
+        # M <- G + decay M. A schedule's decay is an array. JAX's strict mode multiplies two arrays
+        # only if they have one dtype, so `scaled` casts both.
         momentum = gradient + scaled(m.astype(wide), decay)
         # G + decay M looks one step ahead.
         update = gradient + scaled(momentum, decay) if nesterov else momentum

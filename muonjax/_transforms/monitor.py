@@ -189,7 +189,8 @@ def _statistics(
     """The statistics of one step:
     {"muon/orthogonality": float32 [], "muon/update_rms": float32 [], ...}."""
     # For each piece an array [batch], the squared distance of each matrix from a multiple of an
-    # orthogonal one: the statistic is the root of their mean over all.
+    # orthogonal one: the statistic is the root of their mean over all. The updates have the axes of
+    # their leaves, and `view` of a piece says which of them are rows and columns.
     deviations = list(map(_deviation, pieces.of(updates), pieces))
     mean = jnp.mean(jnp.concatenate(deviations)) if deviations else jnp.float32(0)
     statistics = {"muon/orthogonality": jnp.sqrt(mean)}
