@@ -209,8 +209,8 @@ def _checked_scale(name: str, value: Any, batch: list[int]) -> jax.Array:
 def _run(
     operands: Operands, implementation: str, platform: str
 ) -> Inexact[Array, "*batch m m"]:
-    """alpha X Y^H + beta C by one of `IMPLEMENTATIONS`, or by `_HOPPER_ON_A_GPU`, the rule's own name
-    and no user's. The platform says how "blocked" makes its blocks."""
+    """alpha X Y^H + beta C by one of `IMPLEMENTATIONS`, or by `_HOPPER_ON_A_GPU`, the rule's own
+    name and no user's. The platform says how "blocked" makes its blocks."""
     if implementation == "blocked":
         return _xla_product.blocked_product(operands, platform=platform)
     if implementation == _HOPPER_ON_A_GPU:

@@ -382,8 +382,8 @@ def explains_keywords(
             # call "beta" is "decay" in muonjax, as `_meant` does.
             for keyword in kwargs:
                 if keyword not in known:
-                    # `errors_of` puts `name`, that of the call, before it, and `_meant` goes on with
-                    # ": in muonjax it is decay".
+                    # `errors_of` puts `name`, that of the call, before it, and `_meant` goes on
+                    # with ": in muonjax it is decay".
                     raise TypeError(
                         f" has no argument {keyword!r}{_meant(keyword, known)}."
                     )

@@ -51,8 +51,8 @@ def _scale_by_adam(**settings: Any) -> optax.GradientTransformation:
         updates: optax.Updates, state: optax.OptState, params: Any = None
     ) -> tuple[optax.Updates, optax.OptState]:
         directions, new_state = adam.update(widened(updates), state, params)
-        # An update has the wider dtype of its gradient and its parameter, as in Optax. Each array of
-        # the state keeps the dtype that it had: that of `init`, or of a restored checkpoint.
+        # An update has the wider dtype of its gradient and its parameter, as in Optax. Each array
+        # of the state keeps the dtype that it had: that of `init`, or of a restored checkpoint.
         directions = jax.tree.map(
             lambda x, g, p: x.astype(common_dtype(g.dtype, p.dtype)),
             directions,
