@@ -96,10 +96,13 @@ def _after_round(records: Records, carry: Node) -> Value:
     # bit, h would be taken for a statistic of this x @ w, as in a norm, which mixes its columns.
     # So only the bits of products before the loop stay.
     without_products = after.depends_on & (OF_PRODUCTS - 1)
-    # Only the maximum of logits goes on, which an online softmax carries from block to block.
-    maxima = dict.fromkeys(x for x in start.logits + end.logits if x.stage == "maximum")
+    # Only the maximum of logits goes on, which an online softmax carries from block to block. What
+    # the first round that has one gives stays: a body that moves it would give another layout in
+    # each round, without end.
+    logits = start.logits + end.logits
+    maxima = tuple(x for x in logits if x.stage == "maximum")
     return after._replace(
-        depends_on=without_products | start.depends_on, logits=tuple(maxima)
+        depends_on=without_products | start.depends_on, logits=value.logits or maxima
     )
 
 
@@ -114,7 +117,7 @@ def _apply(records: Records, node: Node) -> None:
         results = unknown(records, node)
     for output, value in zip(node.outputs, results, strict=True):
         if not records.graph.is_followed(output):  # an index, as of an argmax
-            value = value._replace(projections=(), logits=())
+            value = value._replace(projections=(), logits=(), exponential_of=-1)
         records.values[output] = value
 
 

@@ -124,9 +124,9 @@ def _from_softmax(
     # A maximum is one number for each query: next to weights it only scales them.
     for k in weights or operands.get("maximum", []):
         logits += operation.values[k].logits
-    if operation.is_scale:
-        for value in operation.values:
-            _record_normalization(operation.records, logits, value)
+    if weights and operation.is_scale:
+        other = operation.values[1 - weights[0]]
+        _record_normalization(operation.records, logits, other)
     return tuple(dict.fromkeys(logits))
 
 
@@ -134,13 +134,12 @@ def _record_normalization(
     records: Records, logits: Iterable[Logits], divisor: Value
 ) -> None:
     """Records over which axes softmax normalizes its weights, if `divisor` is made of exponentials
-    of the same logits, as their sum is: the axes along which it repeats.
-
-    For weights themselves this records nothing: they repeat along no axis of their product.
-    """
+    of the same logits, as their sum is: the axes along which it repeats, or all if it is not known
+    to repeat."""
     for x in logits:
         if divisor.exponential_of == x.product:
-            normalized = x.layout.runs_along(divisor.axes("repeats"))
+            repeats = divisor.axes("repeats") or x.layout.varying
+            normalized = x.layout.runs_along(repeats)
             records.attention.normalized[x.product] |= axes_of(normalized)
 
 

@@ -388,9 +388,11 @@ def _record_mixture(records: Records, node: Node, operand: Operand) -> None:
             records.record(
                 node, "unknown", projection.view, "a sum over a part of its columns"
             )
-        # Columns along all free axes leave none for examples: the result is a kernel. In
-        # x @ (w + (y @ g).reshape(d, d)) this takes w out of the biases of y @ g.
-        if summed and layout.varying.issuperset(operand.free):
+        # Without batch axes, and with columns along all free axes, no axis counts examples: the
+        # result is a kernel. In x @ (w + (y @ g).reshape(d, d)) this takes w out of the biases of
+        # y @ g.
+        is_kernel = not operand.batch and layout.varying.issuperset(operand.free)
+        if summed and is_kernel:
             records.uses.biases -= {bias.leaf for bias in projection.biases}
 
 

@@ -133,10 +133,12 @@ def sum_of_heads(e):
     return z[:, None]
 
 
-def running_maxima(logits):
+def running_maxima(logits, moved=lambda m: m):
     """The largest logits of each query, as a loop carries them, and those that it had before."""
     start = jnp.zeros((B, H, T))
-    return lax.scan(lambda m, _: (jnp.maximum(m, logits.max(-1)), m), start, length=3)
+    return lax.scan(
+        lambda m, _: (jnp.maximum(moved(m), logits.max(-1)), m), start, length=3
+    )
 
 
 OF_ALL = "the factor of its head"
@@ -145,6 +147,8 @@ spelled("shifted_by_a_running_maximum",
 spelled("divided_by_a_sum", softmax=divided_by(lambda e: e.sum(-1, keepdims=True)))
 spelled("divided_by_a_sum_in_two_steps", OF_ALL,
         softmax=divided_by(lambda e: e.sum(3, keepdims=True).sum(1, keepdims=True)))  # fmt: skip
+spelled("divided_by_a_sum_that_is_repeated_first", OF_ALL,
+        softmax=divided_by(lambda e: jnp.broadcast_to(e.sum((1, 3), keepdims=True), e.shape) + 1e-9))  # fmt: skip
 spelled(
     "divided_by_a_sum_in_a_loop_over_heads", OF_ALL, softmax=divided_by(sum_of_heads)
 )
@@ -152,6 +156,28 @@ spelled("divided_by_the_largest_of_all_heads", OF_ALL,
         softmax=divided_by(lambda e: e.max((1, 3), keepdims=True)))  # fmt: skip
 spelled("the_logarithm_of_a_sum_subtracted", OF_ALL,
         softmax=lambda x, p: jnp.exp(x - jax.nn.logsumexp(x, (1, 3), keepdims=True)))  # fmt: skip
+
+
+@attention(sites=1, **QKVO)
+def an_online_softmax(p, x):
+    """A loop over blocks of keys, which carries the maximum, the sum and the weighted values."""
+    q, k, v = projected(p, x)
+    logits = logits_of(q, k)
+
+    def block(carried, keys_and_values):
+        largest, total, mixture = carried
+        keys, values = keys_and_values
+        scores = logits_of(q, keys)
+        new = jnp.maximum(largest, scores.max(-1))
+        e, faded = jnp.exp(scores - new[..., None]), jnp.exp(largest - new)
+        mixture = mixture * faded[..., None] + jnp.einsum("bhqk,bkhd->bhqd", e, values)
+        return (new, total * faded + e.sum(-1), mixture), None
+
+    blocks = [jnp.moveaxis(y.reshape(B, 2, -1, H, S), 1, 0) for y in (k, v)]
+    start = jnp.full((B, H, T), -jnp.inf), jnp.zeros((B, H, T)), jnp.zeros((B, H, T, S))
+    (_, total, mixture), _ = lax.scan(block, start, blocks)
+    y = jnp.moveaxis(mixture / total[..., None], 1, 2).reshape(B, T, D)
+    return loss_of(p, y), logits
 
 
 def over_heads(shares, p):
@@ -570,6 +596,11 @@ reading(lambda x: running_maxima(x)[1].std(), "a_penalty_on_running_maxima")
 reading(
     lambda x: running_maxima(lax.stop_gradient(x))[1].std(),
     "running_maxima_for_a_log",
+    sites=1,
+)
+reading(
+    lambda x: running_maxima(lax.stop_gradient(x), lambda m: m[..., ::-1])[0].std(),
+    "maxima_that_a_loop_reverses",
     sites=1,
 )
 reading(lambda x: jax.nn.softmax(x + x.mT).std(), "the_next_layer_adds_them")

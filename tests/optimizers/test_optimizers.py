@@ -471,15 +471,38 @@ def test_biases_of_heads_and_experts_do_not_decay_and_positions_do():
     assert decay == {name: 0.0 if name in "bc" else 0.5 for name in shapes}
 
 
-@pytest.mark.parametrize("spec", ["td,df->tf", "td,tdf->tf"])
-def test_what_is_added_to_a_generated_kernel_is_no_bias(spec):
-    """The second kernel is one for each example."""
-
+def test_what_is_added_to_a_generated_kernel_is_no_bias():
     def loss(p, x):
-        y = x if "tdf" in spec else x.mean(0)
-        kernel = p["base"] + (y @ p["generator"]).reshape(*y.shape[:-1], 8, 8)
-        return jnp.mean((jnp.tanh(jnp.einsum(spec, x, kernel)) @ p["out"]) ** 2)
+        kernel = p["base"] + (x.mean(0) @ p["generator"]).reshape(8, 8)
+        return jnp.mean((jnp.tanh(x @ kernel) @ p["out"]) ** 2)
 
     shapes = {"base": (8, 8), "generator": (8, 64), "out": (8, 2)}
     params = {name: jnp.ones(shape) for name, shape in shapes.items()}
     assert set(decayed(loss, params, jnp.ones((5, 8))).values()) == {0.5}
+
+
+def test_biases_of_products_of_one_query_and_of_gated_experts_do_not_decay():
+    """A product sums over their columns, or over experts, and leaves columns alone."""
+
+    def loss(p, x):
+        q = (x[:, 0] @ p["in"]).reshape(2, 3, 4) + p["b"]
+        y = jnp.einsum("bhs,bks->bhk", q, x[..., :4])
+        gates = jax.nn.softmax(x[:, 0] @ p["router"])
+        experts = jnp.einsum("td,edf->tef", x[:, 1], p["experts"]) + p["c"]
+        y = jnp.concatenate(
+            [y.reshape(2, -1), jnp.einsum("te,tef->tf", gates, experts)], 1
+        )
+        return jnp.mean((jnp.tanh(y) @ p["out"]) ** 2)
+
+    shapes = {
+        "in": (8, 12),
+        "b": (3, 4),
+        "router": (8, 3),
+        "experts": (3, 8, 4),
+        "c": (3, 4),
+    }
+    params = {
+        name: jnp.ones(shape) for name, shape in (shapes | {"out": (19, 2)}).items()
+    }
+    decay = decayed(loss, params, jnp.ones((2, 5, 8)))
+    assert [name for name in decay if decay[name] == 0] == ["b", "c"]
