@@ -45,7 +45,7 @@ def _dot(records: Records, node: Node) -> Sequence[Value]:
 
 
 def _multiply(records: Records, node: Node, left: Operand, right: Operand) -> Value:
-    """The product of two arrays, by the first of these cases that holds.
+    """The value of a product of two arrays, by the first of these cases that holds.
 
     - No operand depends on parameters: there is nothing to record.
     - It sums over no axis, as an einsum `bi,i->bi`: it is a `mul`.
@@ -71,16 +71,19 @@ def _multiply(records: Records, node: Node, left: Operand, right: Operand) -> Va
     if left.is_parameter and right.is_parameter:
         return _of_parameters(result, left, right)
     for operand, other in pairs:
-        # The summed axes of `operand` along which the other one is one hot: its index chooses one
-        # entry along them. Mostly there are none, and the records below record nothing.
+        # The summed axes of `operand` along which the other one is one hot: the index where that is
+        # not zero chooses one entry along them. Mostly there are none, and no record is made here.
         one_hot = other.value.axes("one hot")
         axes = zip(operand.summed, other.summed, strict=True)
         chosen = [axis for axis, of_other in axes if of_other in one_hot]
+        # `sources` has the axes that the product has all of, as [None, None, 1] for the rows of a
+        # table: of its summed axes the result has one entry. Without views (the parameter was lost,
+        # as in an operation that is not followed) there is nothing to look up.
         if chosen and operand.is_parameter and operand.value.views:
             values = [operand.value, other.value]
             return looked_up(records, node, values, operand.sources)
-        # If data choose a column of a layer, as the labels of a cross-entropy do, the layer may be
-        # an output head.
+        # sum_c one_hot(labels)[b, c] y[b, c] of a layer's result y, as in a cross-entropy: if data
+        # choose a column, the layer may be an output head.
         records.record_choice_by_labels(operand.value, chosen, other.value)
         # In einsum("be,bef->bf", one_hot(expert), y), of a layer's result y, the columns along e
         # are taken one by one, as those of experts are (`Product.batches`).
@@ -89,7 +92,7 @@ def _multiply(records: Records, node: Node, left: Operand, right: Operand) -> Va
     # The weights of a layer are parameters alone, perhaps a vector (`is_parameter`), or else a
     # matrix that data are in too, as w * mask (`is_matrix`): the loop begins with the first kind.
     for operand, other in sorted(pairs, key=lambda pair: not pair[0].is_parameter):
-        # Without views the parameters were lost, as in an operation that is not followed.
+        # Without views there is no parameter to record, as above.
         if operand.value.views and (operand.is_parameter or operand.is_matrix):
             return _by_matrix(records, node, result, operand, other)
     return _of_activations(records, node, result, left, right)
@@ -98,8 +101,8 @@ def _multiply(records: Records, node: Node, left: Operand, right: Operand) -> Va
 def _by_matrix(
     records: Records, node: Node, result: Value, weights: Operand, activation: Operand
 ) -> Value:
-    """The product of an activation and an operand made of parameters: `result`,
-    which has what it depends on.
+    """The product of an activation and an operand made of parameters. `result` has what it
+    depends on; returned is the same value with projections, or with new scores.
 
     It is followed as a layer by w, or by w + a @ b or a @ b with an adapter (`_by_parameter`). But
     a product of parameters, queries @ w, may be the queries, keys or values of an attention: then
@@ -109,18 +112,21 @@ def _by_matrix(
     views = weights.value.views
     # The operand is nothing but a product of parameters: each factor meets another one (`inner`).
     is_product = all(view.inner for view in views)
-    # x @ (a @ b) sums over an axis of a, the first factor. x @ (queries @ w).T sums over one of w,
-    # the last factor: the result may be scores, and the operand queries or keys.
+    # x @ (a @ b) sums over an axis of a, the first view. x @ (queries @ w).T sums over none of the
+    # first factor but over one of w, the last: so the operand may be queries or keys of an
+    # attention, and the result its scores.
     is_transposed = not views[0].layout.runs_along(weights.summed)
-    # The activation is made of exponentials of this product, and so may be softmax's weights, and
-    # the operand their values. The product may be queries @ keys.T, or x @ c with parameters c, as
-    # of a router, which may be learned keys.
+    # The other way: the activation may be softmax's weights, and the operand their values. So it is
+    # if the activation is made of exponentials of an earlier product, here `scores` (-1: of none):
+    # queries @ keys.T, or x @ c with parameters c, which are a router's or learned keys.
     scores = activation.value.exponential_of
     has_weights = scores in attention.candidates | attention.routers
     if not is_product or not (is_transposed or has_weights):
         return _by_parameter(records, node, result, weights, activation)
+    # Factors are recorded as "unknown", which leaves them to names (`record_views`).
     records.record_views(node, PRODUCT_OF_PARAMETERS, [weights.value])
-    # An attention with such values is listed, and refused, as the operation is not followed.
+    # This product reads the exponentials, and is not followed: `clippable_attention` lists an
+    # attention with such a reader, and refuses it.
     if has_weights:
         attention.other_readers[scores] = node.index
     # It counts as a layer: what is before it is no output head.
@@ -157,7 +163,7 @@ def _by_parameter(
     records: Records, node: Node, result: Value, weights: Operand, activation: Operand
 ) -> Value:
     """The result of a layer, with a projection by each parameter in `weights`, such as w,
-    a and b in x @ (w + a @ b).
+    a and b in x @ (w + a @ b); or without any, where it may be no layer.
 
     `result` has what it depends on.
     """
@@ -165,23 +171,27 @@ def _by_parameter(
     # repeated for each example. They are no matrix.
     if activation.value.is_weight:
         records.record_views(node, "a learned input", [activation.value])
-    # Softmax's weights stay weights where a parameter mixes those of several heads. `aligned` has
-    # the axes of this product.
+    # Softmax's weights stay weights where a parameter mixes those of several heads. Logits before
+    # their exponential end here, and an attention of them is refused. `aligned` has the axes of
+    # this product.
     logits = tuple(x for x in activation.aligned.logits if x.stage == "weights")
     # x @ queries.T with learned queries may be the scores of an attention,
     # in place of older ones that x was made of.
     result = result._replace(scores=node.index, logits=logits)
     projections = _recorded_projections(records, node, weights, activation)
+    # What it shows of the layers before: it takes some of their columns together, as one part, and
+    # may have another matrix for each of some others, which count experts.
     _record_columns_of_input(records, weights, activation)
     # Two results that may be no layer's. Without projections the parameters only scale, or are left
     # to names (`_unfollowed`). A single number may be a sum of weighted losses, or what a model
     # gives for one example: the projections end here. What looks like an output head before either
-    # is left to its name.
+    # is left to its name (`possible_layers`).
     if not projections or activation.product_shape == ():
         records.possible_layers.add(node.index)
         return result
     # Where the input is learned, the result depends on no data so far. It counts as data, because
     # the next product would otherwise take it for a product of parameters (`_of_parameters`).
+    # The `bit` of a product says that an array is made of it: softmax(y) * y is no gate of y.
     depends_on = result.depends_on | DATA
     for projection in projections:
         depends_on |= projection.product.bit
@@ -265,7 +275,7 @@ def _recorded_projections(
     projections = []
     for k, view in enumerate(weights.value.views):
         layout = view.layout
-        is_product = bool(layout.runs_along(weights.summed) or view.inner)
+        is_product = layout.runs_along(weights.summed) or view.inner
         product = records.record(
             node,
             "product" if is_product else "other",
@@ -413,14 +423,18 @@ def _softmaxes_of(weights: Operand) -> list[list[Logits]]:
 def _record_attention(
     records: Records, softmax: Sequence[Logits], weights: Operand, values: Operand
 ) -> None:
-    """Records an attention, softmax(logits) @ values: its logits and keys,
-    and which columns count heads.
+    """Records an attention, softmax(logits) @ values.
 
-    `softmax` are the logits of all products whose sum the softmax takes. Columns of one layer that
-    several of these products take are one part. An attention whose heads are written one by one is
-    left to names.
+    `softmax` has the logits of each product whose sum the softmax takes, as of q1 @ k1 and q2 @ k2
+    in latent attention. For `clippable_attention` it is recorded of each which logits softmax takes
+    and which axes count keys; for `matrix_axes` which columns of queries and keys count heads.
+
+    What the products recorded before it was known that they are an attention is mended: columns of
+    one layer that several of them take are one part, and four queries that share a key are no
+    mixture of experts. Last, an attention whose heads are written one by one is left to names.
     """
     attention = records.attention
+    # Those of the values, of the queries and of the keys: needed for the last of these.
     projections = [*values.value.projections]
     regions_of_side = set()
     for logits in softmax:
@@ -433,17 +447,19 @@ def _record_attention(
         # differs. Along the keys it changes the softmax: `clippable_attention` refuses the clip.
         if any(fact.layout.runs_along(weights.summed) for fact in logits.shifts):
             attention.shifted_by_key.add(product)
+        # The left and the right operand of queries @ keys.T
         for operand in attention.operands[product]:
             projections += operand.value.projections
-            # In einsum("bqghd,bkgd->bghqk", q, k) four queries h share the key head g, which is a
-            # batch. So h is a free axis of q, and counts heads too.
+            # In einsum("bqghd,bkgd->bghqk", q, k) four queries h share the key head g. The product
+            # has recorded that its batch axis g counts heads. Here h does so too, a free axis of q;
+            # along the other free axis, of positions, no columns lie.
             records.record_heads(operand.value.projections, operand.free)
             # A fused kernel gives both queries and keys, whose regions stay two parts.
             is_query = operand.is_query(keys)
             for projection in operand.value.projections:
-                # This product sums over d and keeps h, both columns of q, as a mixture of experts
-                # does. So `_record_mixture` recorded q's kernel as "unknown" at this product,
-                # before it was known to be an attention's. That use is taken back: 0 is its `k`.
+                # That einsum sums over d and keeps h, both columns of q, as a mixture of experts
+                # does: `_record_mixture` recorded q's kernel as "unknown" there, which would leave
+                # it to names. That use, if there is one, is taken back: 0 is its `k`.
                 records.uses.by_operation.pop((product, projection.view.leaf, 0), None)
                 side = (projection.product, is_query)
                 regions_of_side.add((side, projection.layout.region))
@@ -453,10 +469,11 @@ def _record_attention(
         # products, are taken back.
         if len(regions) > 1:
             layer.parts.difference_update(regions)
-    # An earlier attention took other columns of the layer that gives the values: these are heads
-    # written one by one, as softmax(q[:, :8] k[:, :8]^T) v[:, :8] and the same of the columns from
-    # 8 on. Their kernels would be cut into a part for each head, as if these were different layers.
-    # So those of this attention are left to names, and with them all that both share.
+    # Heads written one by one, as softmax(q[:, :8] k[:, :8]^T) v[:, :8] and the same of the columns
+    # from 8 on: the kernels of q, k and v would be cut into a part for each head, as if these were
+    # different layers. `value_parts` has the columns of v that the first attention takes. One that
+    # takes others leaves its own kernels to names; here the first one shares all of them. The
+    # reason has the line of queries @ keys.T.
     node = records.nodes[softmax[0].product]
     what = "attention with other columns of one layer"
     for projection in values.value.projections:
@@ -527,17 +544,18 @@ def _by_constants(
         projections=activation.added_up.projections, logits=() if softmaxes else logits
     )
     is_layer = _is_frozen_layer(activation, constants)
-    # The result is new scores in three cases: after a frozen layer, after an attention, and if it
-    # may be queries times frozen keys. Exponentials of scores may be the weights of an attention.
-    # In the third case it must not be made of older scores: queries @ keys.T times a rotation is
-    # still queries @ keys.T.
+    # `scores` names the product that a later exponential is taken to be of, perhaps a softmax. It
+    # is this one in three cases, after which the result is no exponential of an older one either.
+    # It is the result of a layer; or it is softmax's weights times values, which are no weights any
+    # more; or it may be queries times frozen keys, as both operands have a free axis. In this third
+    # case there must be no older scores: queries @ keys.T times a rotation is still their product.
     may_be_scores = activation.free and constants.free and result.scores < 0
     if is_layer or softmaxes or may_be_scores:
         result = result._replace(scores=node.index, exponential_of=-1)
     if is_layer:
         records.frozen_layers.add(node.index)
         # Frozen keys have a batch axis, as in einsum("bqd,bkd->bqk"), and a frozen matrix has none.
-        # An activation that has logits, which softmax's weights have too, is no queries.
+        # What has logits already, as softmax's weights have too, is no queries.
         if constants.batch and not activation.value.logits:
             return _with_logits(records, node, result, activation, constants)
     return result
@@ -574,7 +592,7 @@ def _conv(records: Records, node: Node) -> Sequence[Value]:
     and of its window.
 
     It embeds patches (`is_patch`) if its windows do not overlap: the strides are the sizes of the
-    window. In a depthwise one each group has one input feature.
+    window, which has several entries. In a depthwise one each group has one input feature.
     """
     params = node.params
     weight = records.shape(node.inputs[1])
@@ -587,12 +605,14 @@ def _conv(records: Records, node: Node) -> Sequence[Value]:
         is_depthwise=groups > 1 and weight[into] == 1,
         is_patch=tuple(params["window_strides"]) == sizes and max(sizes, default=1) > 1,
     )
-    # Which axes of the image the product sums over is not noted: windows are not followed.
+    # The product sums over the input features and the window of the kernel. Which axes of the image
+    # it sums over is not noted: windows are not followed.
     image = records.operand(node, 0)
     weights = records.operand(node, 1, (into, *window))
     weights.kernel = kernel
     # Entry 1 of a specification is the axis of features. `sources` has for each axis of the result
-    # that of the operand which it comes from: only features are followed.
+    # that of the operand which it comes from: only features are followed. The result has as many
+    # axes as the kernel.
     features = numbers.out_spec[1]
     rank = len(weight)
     # A depthwise convolution with one output for each feature leaves the features where they are.
