@@ -53,12 +53,14 @@ def after(operation: Operation) -> tuple[Logits, ...]:
     # `clippable_attention` refuses an attention whose logits end before its values.
     at = operands["logits"][0]
     value = values[at]
-    # The exponential of a softmax, or the sigmoid that some attentions have in its place
+    # The exponential of a softmax, or the sigmoid that some attentions have in its place. An
+    # attention with an exponential of another base, 2 ** x, is refused.
     if node.name in ("exp", "logistic"):
         return _exponential(node, value)
+    # A choice counts as a sum too (`is_sum`), so it is asked for first.
     if operation.is_choice:
         return _chosen(operation, at)
-    # Choices are gone: a sum of the operands, or a difference.
+    # A sum of two operands, or a difference
     if operation.is_sum:
         return _added(operation, at)
     # Times a number below zero, what a mask hides, -1e9, would become the largest logits: masked

@@ -59,9 +59,9 @@ def with_bodies(
         return jaxpr if isinstance(parameter, ClosedJaxpr) else jaxpr.jaxpr
 
     params: dict[str, Any] = jax.tree.map(replaced, eqn.params)
-    # Since JAX 0.12 a scan has one tree of what it carries and one of what it stacks, to which the
-    # new values belong. Only the leaves of a tree and their order count, so the new tree may have
-    # the old one as its first child.
+    # Since JAX 0.12 a scan has in `ft_out` a tree of what it carries and one of what it stacks. The
+    # new outputs are stacked: the second tree gets one leaf more for each. Only leaves and their
+    # order count, so the new tree may have the old one as its first child.
     if "ft_out" in params:
         carry, stacked = params["ft_out"].unpack()
         tree = type(params["ft_out"])

@@ -206,7 +206,10 @@ def _one_operand(records: Records, node: Node) -> Sequence[Value]:
 
 @rule("concatenate")
 def _concatenate(records: Records, node: Node) -> Sequence[Value]:
-    """Arrays one after the other: each keeps its positions, with holes where the others are."""
+    """Arrays one after the other: each keeps its positions, with holes where the others are.
+
+    The parameters in them go on only if all arrays are made of parameters and numbers alone.
+    """
     axis = node.params["dimension"]
     size = records.shape(node.outputs[0])[axis]
     values = records.inputs(node)
@@ -224,12 +227,12 @@ def _concatenate(records: Records, node: Node) -> Sequence[Value]:
         if len({view.leaf for view in views}) < len(views):
             raise NotFollowed
     else:
-        # What is not made of parameters and numbers alone is no weight any more:
-        # here the parameters end.
+        # The result is no weight any more: here the parameters end. Those that data are in, as
+        # w * mask, were recorded where the data came in.
         weights = [value for value in values if value.is_weight]
         records.record_views(node, "joined with data", weights)
-    # One softmax may take logits next to a sink, but two kinds of logits side by side are not
-    # followed.
+    # A softmax may take logits next to a sink, one more number for each query, which has no logits.
+    # If several of the arrays have logits, they end here, and their attention is refused.
     with_logits = [part.logits for part in placed if part.logits]
     logits = with_logits[0] if len(with_logits) == 1 else ()
     # Parts of one product become one projection again, as the halves of rotary features do.
@@ -257,18 +260,19 @@ def _gather(records: Records, node: Node) -> Sequence[Value]:
     # Whether entries of a parameter, or columns of a product, differ along these axes:
     # then the indices choose some.
     chooses = _differs_along(x, picked)
-    # Constant indices that have each column once, as 1, 0, 3, 2, change the order of columns:
-    # that is not followed.
+    # Constant indices are taken for labels below, as those of data are. But 1, 0, 3, 2, which have
+    # each column once, choose none: the columns are in another order, and which of them are parts
+    # then is not followed.
     if chooses and known is not None:
         count = math.prod(old[axis] for axis in picked)
         if np.array_equal(np.sort(known, None), range(count)):
             raise NotFollowed
     # Without a parameter in `x` this may be a cross-entropy, which takes the logit of the label:
-    # then the columns of the product are classes.
+    # if the indices are data, the product whose columns they choose may be an output head.
     if not x.views:
         records.record_choice_by_labels(x, picked, indices)
-        # Any column may be chosen, so that all of them are one part,
-        # and it is not known which one the result has.
+        # Any column may be chosen, so that all of them are one part. Which one the result has is
+        # not known: it has no projection, and depends on both.
         if chooses:
             records.record_parts(x.projections)
             return [dependent([x, indices])]
@@ -326,9 +330,12 @@ def looked_up(
     views = []
     for view in x.views:
         # (table @ w)[tokens], a factored embedding: both are factors of a product (`inner`). Tokens
-        # choose rows of the table, and w multiplies these.
+        # choose rows of the table, and w multiplies these, which is not followed: both are left to
+        # names. A loop may take one such product after the other.
         if is_look_up and view.inner:
             raise NotFollowed
+        # The axes along which one entry is taken. If the parameter does not differ along them, as a
+        # bias that repeats, nothing of it is looked up.
         gone = other_axes(len(view.layout.shape), order)
         rows = view.layout.runs_along(gone)
         if is_look_up and rows:
@@ -336,9 +343,9 @@ def looked_up(
         # It is followed on: an index may choose the matrix of an expert, which is multiplied then.
         layout = view.layout.visit(gone).pick(order, shape)
         views.append(view._replace(layout=layout))
-    # Next to a parameter, as in w * (x @ v), columns end here: `_gather` lets them come also if the
-    # index chooses some. All others differ along no axis that is gone, or a loop takes one after
-    # the other: the first column stands for all.
+    # Columns of products go on: they differ along no axis that is gone, or a loop takes one after
+    # the other, and the first stands for all. With a parameter in the array too, as in w * (x @ v),
+    # they end: there `_gather` lets them come even if the index chooses some.
     columns = () if views else x.projections
     projections = move_each(columns, lambda layout: layout.pick(order, shape))
     return dependent(values)._replace(views=tuple(views), projections=projections)
