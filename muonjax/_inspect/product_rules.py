@@ -58,8 +58,6 @@ def _multiply(records: Records, node: Node, left: Operand, right: Operand) -> Va
     result = dependent([left.value, right.value])
     if not result.depends_on & PARAMETER:
         return result
-    # Each operand with the other one.
-    pairs = ((left, right), (right, left))
     # Both have as many summed axes. Without any, each operand repeats along the axes of the product
     # that it lacks, and entries are multiplied one by one.
     if not left.summed:
@@ -70,6 +68,11 @@ def _multiply(records: Records, node: Node, left: Operand, right: Operand) -> Va
         return entrywise(records, node, repeated)
     if left.is_parameter and right.is_parameter:
         return _of_parameters(result, left, right)
+    # Each operand with the other one. One that is made of parameters alone comes first: next to it a
+    # matrix that data are in, as w * mask, is the activation of a layer.
+    pairs = [(left, right), (right, left)]
+    if right.is_parameter:
+        pairs.reverse()
     for operand, other in pairs:
         # The summed axes of `operand` along which the other one is one hot: the index where that is
         # not zero chooses one entry along them. Mostly there are none, and no record is made here.
@@ -90,8 +93,8 @@ def _multiply(records: Records, node: Node, left: Operand, right: Operand) -> Va
         for projection in operand.value.projections:
             projection.product.batches.update(projection.layout.runs_along(chosen))
     # The weights of a layer are parameters alone, perhaps a vector (`is_parameter`), or else a
-    # matrix that data are in too, as w * mask (`is_matrix`): the loop begins with the first kind.
-    for operand, other in sorted(pairs, key=lambda pair: not pair[0].is_parameter):
+    # matrix that data are in too (`is_matrix`).
+    for operand, other in pairs:
         # Without views there is no parameter to record, as above.
         if operand.value.views and (operand.is_parameter or operand.is_matrix):
             return _by_matrix(records, node, result, operand, other)
