@@ -91,6 +91,7 @@ class _Decider:
         # A loss with a gradient of the model in it, such as WGAN's penalty, uses each kernel
         # backward too. What follows a product there is no layer of the model. So only a product
         # outside of the gradient can show that a layer follows; if none does, the name decides.
+        # If one does, the uses in the gradient do not count from here on.
         is_followed = any(self.ends.destination(use) != "output" for use in products)
         if in_gradient and not is_followed:
             return self._left_to_names(
@@ -183,7 +184,8 @@ class _Decider:
     def _of_products(self, products: list[Use]) -> Decision:
         """The decision on a parameter that multiplies activations.
 
-        `_adam` gives it to AdamW, and with `by_names` its name decides, with a warning.
+        `Decision(numbers, ...)` gives it to Muon as these matrices, and `_adam` to AdamW; with
+        `by_names` its name decides, with a warning.
         """
         # "layer", "output", or "frozen layer", if only matrices that do not train follow.
         destinations = {self.ends.destination(use) for use in products}

@@ -53,7 +53,8 @@ def _follow_loop(records: Records, first: range, body: range) -> None:
     until nothing new is known of what its `first` operations carry.
 
     At first each carried value depends on what enters the loop; after a round also on what the body
-    gives. Only that is carried: which columns are where is not followed from round to round.
+    gives. Which columns are where is not carried on: `_after_round` records them as parts. Only the
+    maximum of logits is, for an online softmax.
     """
     graph = records.graph
     values = records.values
@@ -68,13 +69,14 @@ def _follow_loop(records: Records, first: range, body: range) -> None:
         _follow(records, body)
         before = carried
         carried = [_after_round(records, carry) for carry in carries]
+    # "transpose" is the backward pass of a gradient that the function takes by itself.
     takes_gradients = any("transpose" in graph.derivatives(i) for i in body)
     for carry in carries:
         start = values[carry.inputs[0]]
         # What is made of parameters alone and is changed by the loop is an initial state, as of an
-        # RNN, and no matrix. (Nothing reads the carry of an unchanged one, so it is not live.) But
-        # a loop that takes gradients may train it, as in MAML: then it may be a matrix, and is left
-        # to names.
+        # RNN: "other" leaves it to AdamW if no product uses it. (Nothing reads the carry of an
+        # unchanged one, so it is not live.) But a loop that takes gradients may train it, as in
+        # MAML: then it may be a matrix, and "unknown" leaves it to names.
         if start.is_weight:
             kind = "unknown" if takes_gradients else "other"
             records.record_views(

@@ -150,7 +150,7 @@ class Graph:
         """
         jaxpr = opened(closed)
         self._given = given
-        # Tables that `_walk` fills, below.
+        # Tables that `_walk` fills, below. A value is the number of an array.
         self.nodes: list[Node] = []
         # By value: the operation that makes it, if it is no argument and no constant.
         self.makers: dict[int, Node] = {}
@@ -162,7 +162,7 @@ class Graph:
         self.variables: list[dict[Place, Any]] = []
         # What the function is given: parameters and data. An array that it closes over is data as
         # well if its numbers are no part of the program: a tracer, a random key,
-        # or one that was `given`.
+        # or one that was `given`. `_walk` adds these.
         inputs = [self._new(v, ()) for v in jaxpr.invars]
         self.parameters = inputs[:count]
         self.arguments = inputs[count:]
@@ -179,7 +179,7 @@ class Graph:
         # By the place of a body: the equations that it is in, from the inside to the outside.
         self.callers: dict[Place, list[JaxprEqn]] = {(): []}
         self.outputs = self._walk(closed, inputs, ())
-        # By value: the operations that take it.
+        # By value: the numbers of the operations that take it.
         self.readers: dict[int, list[int]] = defaultdict(list)
         for node in self.nodes:
             for x in node.inputs:
@@ -279,7 +279,7 @@ class Graph:
         def read(atom: Any) -> int:
             if not isinstance(atom, Literal):
                 return values[atom]
-            # A number that stands in the equation, as 2.0 in x * 2.0.
+            # A number that stands in the equation, as 2.0 in x * 2.0, is a value of its own.
             value = self._new(atom, place)
             self.known[value] = atom.val
             return value
@@ -296,8 +296,8 @@ class Graph:
         return [read(atom) for atom in jaxpr.outvars]
 
     def _not_entered(self, eqn: JaxprEqn, inputs: list[int], place: Place) -> list[int]:
-        """Appends an equation whose bodies are not entered, perhaps as other operations;
-        returns its results' values.
+        """Appends an equation that is not entered, perhaps as other operations; returns the values
+        of its results.
 
         A `split` becomes slices, and a `psum` over an axis of a `vmap` a `reduce_sum`.
         """
@@ -305,8 +305,9 @@ class Graph:
         variables = eqn.outvars
         if name in _COLLECTIVES:
             # Under `jax.vmap(f, axis_name="batch")` JAX has replaced "batch" by the number of an
-            # axis of the array. An axis of a mesh keeps its name, and a sum over it remains a
-            # `psum`, which moves nothing (`SAME`).
+            # axis of each operand. An axis of a mesh keeps its name. A sum over it leaves every
+            # entry where it is (`SAME`): over such axes alone it remains a `psum`, and next to an
+            # axis of a `vmap` they are left out.
             axes = tuple(axis for axis in eqn.params["axes"] if isinstance(axis, int))
             if axes:
                 reduction = _COLLECTIVES[name]
@@ -319,6 +320,7 @@ class Graph:
         stays_pad = any(inside or min(low, high) < 0 for low, high, inside in padding)
         if name not in _REWRITTEN or stays_pad:
             return self._add(name, eqn.params, inputs, variables, eqn, place)
+        # In place of the equation, the operations that `_REWRITTEN` says it with are appended.
         rewriting = functools.partial(_REWRITTEN[name], **eqn.params)
         rewritten = jax.make_jaxpr(rewriting)(*(self.avals[x] for x in inputs))
         for operation in rewritten.eqns:
@@ -343,8 +345,9 @@ class Graph:
             self.callers[inner] = [eqn, *self.callers[place]]
             entered.append((body, inner))
         if name == "cond":
-            # The first input says which branch runs; each branch takes all other inputs. It is the
-            # first operand of each "join" too, as that of a `select_n` says which case is taken.
+            # The first input says which branch runs; each branch takes all other inputs. A result
+            # is the "join" of the first input, as that of a `select_n` says which case is taken,
+            # and of this result of every branch.
             which, *operands = inputs
             branches = [self._enter(*branch, operands) for branch in entered]
             indices = [which] * len(eqn.outvars)
@@ -354,8 +357,8 @@ class Graph:
         # `bodies` gives the body of a `while` before its condition, which is not followed.
         if name in ("scan", "while"):
             return self._loop(eqn, *entered[0], inputs)
-        # All others have one body: the derivatives of a `custom_vjp` are Python's functions,
-        # and no jaxprs.
+        # All others have one body: the derivatives of a `custom_jvp` or a `custom_vjp` are
+        # Python's functions, and no jaxprs.
         ((body, inner),) = entered
         if name == "shard_map":
             # A device has a shard of each array, with fewer entries along some axes: what the body
@@ -365,9 +368,9 @@ class Graph:
             shards = self._add_for_each("shard", [inputs], variables, eqn, inner)
             outputs = self._enter(body, inner, shards)
             return self._add_for_each("unshard", [outputs], eqn.outvars, eqn, place)
+        # No operation is added for the call itself. `_enter` notes that its inputs have the
+        # variables of the body too, and what the body returns has those of the call's results.
         outputs = self._enter(body, inner, inputs)
-        # No operation is added for the call itself: what the body returns has the variables of its
-        # results too.
         self._also_in(outputs, eqn.outvars, place)
         return outputs
 
@@ -379,7 +382,7 @@ class Graph:
             self.variables[x][place] = v
 
     def _enter(self, body: Body, inner: Place, inputs: Sequence[int]) -> list[int]:
-        """Appends the operations of a body."""
+        """Appends the operations of a body; returns the values of its results."""
         # Inside, the inputs of the call have the variables of the body.
         self._also_in(inputs, opened(body).invars, inner)
         return self._walk(body, inputs, inner)
@@ -404,9 +407,9 @@ class Graph:
             carried = len(eqn.outvars)
         stop = start + carried
         variables = opened(body).invars
-        # One carry operation for each carried array; they are the first operations of the loop.
+        # A carry operation for each carried array, with one operand so far; they are the first
+        # operations of the loop.
         first = len(self.nodes)
-        # Each has one operand so far.
         carry = self._add_for_each(
             "carry", [inputs[start:stop]], variables[start:stop], eqn, inner
         )
@@ -415,7 +418,8 @@ class Graph:
             "scan_slice", [inputs[stop:]], variables[stop:], eqn, inner, scan=inner
         )
         # A carried array that the body returns unchanged is a constant, such as parameters in a
-        # carry. Nothing reads its "carry" operation then, and `follow` passes it over.
+        # carry: the body gets what enters the loop. Nothing reads its "carry" operation then, and
+        # `follow` passes it over.
         for k in range(carried):
             if opened(body).outvars[k] is variables[start + k]:
                 carry[k] = inputs[start + k]
@@ -439,6 +443,8 @@ class Graph:
             inner[:-1],
             scan=inner,
         )
+        # Outside, the carried arrays are those of the last iteration. So they get no variable
+        # there, unlike the results of a `jit`: logits have to be measured in each iteration.
         return [*outputs[:carried], *stacked]
 
     # What is asked of it.
@@ -477,8 +483,8 @@ class Graph:
             value = pending.pop()
             node = self.maker(value)
             is_stopped = node is not None and node.name == "stop_gradient"
-            # Floats have one. Quantized weights and their products are integers,
-            # and count as having one.
+            # Floats have a gradient. Quantized weights and their products are integers and count as
+            # having one, since a `custom_vjp` passes it on where such weights train.
             has_gradient = self.is_followed(value) and not is_stopped
             if value in upstream or (with_gradient and not has_gradient):
                 continue

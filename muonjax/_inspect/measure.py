@@ -66,7 +66,7 @@ _WITH_MAXIMA = weakref.WeakKeyDictionary[Body, dict[Any, Any]]()
 
 def _run(body: Body, probes: Sequence[Probe | Any], *arrays: Any) -> list[Any]:
     """The results of `with_maxima` for these inputs, which are traced: what the body returns, and
-    then one array for each of `probes`."""
+    then one array for each of `probes`, which is -inf for a type in place of a probe."""
     jaxpr = opened(body)
     # The probes by the variable that holds their logits, or by the number of the equation in whose
     # body these are.
@@ -82,7 +82,8 @@ def _run(body: Body, probes: Sequence[Probe | Any], *arrays: Any) -> list[Any]:
         return [x.val if isinstance(x, Literal) else values[x] for x in atoms]
 
     def write(variables: Iterable[Any], arrays: Iterable[Any]) -> None:
-        """Keeps the arrays of these variables, and measures those that are logits."""
+        """Keeps the arrays of these variables, and measures those that are logits; for
+        `check_clip` it keeps other logits in their place."""
         values.update(zip(variables, arrays, strict=True))
         for variable in variables:
             for probe in probes_at.get(variable, ()):
@@ -90,8 +91,8 @@ def _run(body: Body, probes: Sequence[Probe | Any], *arrays: Any) -> list[Any]:
                 # hides in `variable`. The body computes `raw` first, so it is here already.
                 maxima[probe] = _largest(values[variable], values[probe.raw], probe)
                 # `check_clip` runs the function by `vmap` with the parameters as they are and
-                # clipped. From here on both have the logits of the first: then their results have
-                # to be equal.
+                # clipped. From here on both have the logits of the first. If their results differ
+                # still, the clip changes something else than logits.
                 if probe.shared:
                     values[variable] = _of_the_first(values[variable])
 
@@ -110,8 +111,7 @@ def _run(body: Body, probes: Sequence[Probe | Any], *arrays: Any) -> list[Any]:
             count = len(eqn.outvars)
             write(eqn.outvars, results[:count])
             maxima |= zip(inside, results[count:], strict=True)
-    # What is no `Probe` is the type of the largest logits of another branch of a `cond`:
-    # there are none here.
+    # A type is that of the largest logits of another branch of a `cond`: here they are -inf.
     largest = [maxima[x] if isinstance(x, Probe) else _nothing(x) for x in probes]
     return [*read(jaxpr.outvars), *largest]
 
@@ -181,8 +181,9 @@ def _with_all_maxima(
     """
     new = []
     for k, body in enumerate(bodies):
-        # For each probe the probe itself, or the type of its maxima if its logits are in another
-        # body: that of the last result of the body that has them.
+        # For each probe the probe itself; or, if its logits are in another body, the type of its
+        # maxima, for which `with_maxima` returns -inf. The other body, run with this probe alone,
+        # returns them last.
         wanted: list[Any] = []
         for step, probe in zip(steps, probes, strict=True):
             if step.body == k:
@@ -228,6 +229,8 @@ def _shard_map(
             results.append(jax.lax.pmax(maximum, axes) if axes else maximum)
         return results
 
+    # The maxima are now equal along all of `axis_names`: `PartitionSpec()` says that none of these
+    # divides them.
     on_all_devices = jax.shard_map(
         on_one_device,
         mesh=params["mesh"],

@@ -35,10 +35,11 @@ _ARITHMETIC: dict[str, Callable[..., np.ndarray]] = {
 
 
 def numbers_in(graph: Graph, value: int) -> np.ndarray | None:
-    """The numbers that an array may hold, sorted; None if data say which.
+    """The numbers that an array may hold, sorted; None if data say which. They are kept in the
+    graph.
 
     `jnp.where(mask, 0.0, -1e9)` holds -1e9 and 0. More than eight numbers, as of positions or in a
-    table, are one NaN.
+    table, are one NaN. Booleans that are no constants hold 0 and 1.
     """
     if value in graph.possible_numbers:
         return graph.possible_numbers[value]
@@ -55,6 +56,7 @@ def numbers_in(graph: Graph, value: int) -> np.ndarray | None:
             numbers = _MANY
     elif graph.avals[value].dtype == bool:
         numbers = np.array([0.0, 1.0])
+    # By the numbers of its operands. A parameter or an argument has no node, and gets None.
     elif node is not None:
         numbers = _result_of(graph, node)
     if numbers is not None:

@@ -478,8 +478,8 @@ def find_maxima(
     given: Sequence[Any] = (),
     shared: bool = False,
 ) -> tuple[list[Any], dict[str, jax.Array]]:
-    """What a function returns, and the largest logits [*layers, heads] of each attention that can
-    be clipped, by name.
+    """What a function returns, as a flat list of arrays, and the largest logits [*layers, heads] of
+    each attention that can be clipped, by name.
 
     Args:
       closed: The jaxpr of the function.
@@ -489,6 +489,9 @@ def find_maxima(
         no numbers of the program.
       shared: Whether, under `vmap`, all examples get the logits of the first (`Probe.shared`),
         for `check_clip`.
+
+    Raises:
+      ValueError: No attention can be clipped.
     """
     # The function is read anew in each trace: probes name logits by variables, and each jaxpr has
     # its own. The inputs begin with the parameters, as many as there are paths. Those that follow
@@ -511,11 +514,12 @@ def find_maxima(
         # The first span is that of the queries: the sizes of the axes that count layers, and the
         # number of heads.
         queries = attention.spans[0]
-        # A probe gives [*layers, heads], or [*layers, batch * heads] where these are one axis of
-        # the logits: then the maximum of each head is over the examples.
+        # A probe gives [*layers, *heads], or [*layers, batch * heads] where these are one axis of
+        # the logits. Axes of heads, as of groups, become one, and the maximum of each head is taken
+        # over the examples.
         shape = (*queries.layers, -1, queries.entries)
-        # Each call, as of a layer used twice, has a probe. If a head overflows in one of several
-        # calls, the others count.
+        # Each call, as of a layer used twice, has a probe. The largest logit of all calls counts,
+        # but for calls in which the head overflows, inf or NaN (`_larger`).
         of_calls = [next(measured).reshape(shape).max(-2) for _ in attention.probes]
         maxima[name] = functools.reduce(_larger, of_calls)
     return results[:-count], maxima
