@@ -38,8 +38,8 @@ _COLLECTIVES = {
 # Operations whose body is entered: calls, loops, branches,
 # functions with derivatives or a batching rule of their own.
 _CALLS = """
-    call closed_call compute_on cond custom_jvp_call custom_lin custom_vjp_call custom_vmap_call jit
-    remat2 scan shard_map while xla_metadata_call
+    call closed_call compute_on cond custom_jvp_call custom_vjp_call custom_vmap_call jit remat2
+    scan shard_map while xla_metadata_call
 """
 _ENTERED = frozenset(_CALLS.split())
 
@@ -288,7 +288,7 @@ class Graph:
             operands = [read(atom) for atom in eqn.invars]
             # A `jit` or a loop is entered. All else is appended as an operation, or as a few
             # simpler ones; a kernel is one operation, though it may have a body.
-            if eqn.primitive.name in _ENTERED and bodies(eqn):
+            if eqn.primitive.name in _ENTERED:
                 outputs = self._add_bodies(eqn, position, operands, place)
             else:
                 outputs = self._not_entered(eqn, operands, place)
