@@ -110,12 +110,9 @@ class Certificate:
           spans: What the clip scales.
         """
         self.records, self.graph, self.logits = records, records.graph, logits
-        # A table has three numbers for each entry of an array: the logarithm of its factor, and the
-        # first and the last of the scaled parameter's entries that it is made of, by their numbers:
-        # by these, logits of two heads that count as one are found. After axis 0, which these are
-        # along, comes an axis for each scan around the logits: inside of a scan over four layers a
-        # table is [3, 4, *axes of the array]. This is the axis of each scan, by the place of its
-        # body.
+        # For each scan around the logits its axis in a table, by the place of its body: inside of a
+        # scan over four layers a table is [3, 4, *axes of the array]. Several probes may be in one
+        # scan.
         self.loops: dict[Place, int] = {}
         for probe in probes:
             for depth, step in enumerate(probe.path, start=1):
@@ -124,7 +121,10 @@ class Certificate:
                     self.loops.setdefault(place, 1 + len(self.loops))
         # Axis k of an array is axis first + k of its table.
         self.first = 1 + len(self.loops)
-        # The table of each array that the clip changes, by the array's number.
+        # The table of each array that the clip changes, by the array's number. Along axis 0 it has
+        # three numbers for each entry: the logarithm of its factor, and the first and the last
+        # position in the parameters of what it is made of. The positions show where logits of two
+        # heads were taken for those of one.
         self.tables: dict[int, Table] = {}
         # Operations that take one of these arrays, and are to be followed.
         self.pending: set[int] = set()
@@ -153,7 +153,7 @@ class Certificate:
             # [1, 2, 16]: one entry along axes without layers or heads, and 0 for what the span
             # leaves as it is.
             logarithms = logarithms + power * span.spread(self.logarithms, 0.0)
-        # The number of each entry of the parameter. Logits that take only some features of a head
+        # A position for each entry of `logarithms`. Logits that take only some features of a head
         # have another first or last position than those that take all. A sum over entries keeps the
         # least of both numbers, so the last positions have a minus.
         positions = np.arange(logarithms.size).reshape(logarithms.shape)
@@ -166,16 +166,19 @@ class Certificate:
         self._keep(self.graph.parameters[spans[0].leaf], table)
 
     def _keep(self, value: int, table: Table) -> None:
-        """Keeps the table of an array, [3, *loops, *axes], if the clip changes it, with one entry
-        along each axis where all are equal: `table[0]`, the logarithms of factors, and `table[1:]`,
-        the first and the last position in the scaled parameters of what an entry is made of.
+        """Keeps the table of an array, [3, *loops, *axes], if the clip changes the array, and makes
+        the operations that read it pending, unless it is logits. Along an axis where all entries of
+        the table are equal it keeps one.
+
+        `table[0]` has the logarithms of factors, and `table[1:]` the first and the last position in
+        the scaled parameters of what an entry is made of.
 
         Zeros, as of padded queries or of a further key, have the logarithm NaN, and take the
         numbers of the other entries: a, a, NaN become a, and a, b, NaN stay. Among logits NaN
         stays, and `located` refuses it: a zero there, as a sink has, is no logit of a head.
         """
         is_logits = value in self.logits
-        # An array without entries, such as an empty slice
+        # An array without entries, such as an empty slice, has nothing that a clip could change.
         if not table.size:
             return
         for axis in range(1, table.ndim):
@@ -279,9 +282,9 @@ class Certificate:
         a choice or a concatenation of several arrays.
 
         A table has three numbers for each entry: the logarithm of its factor, and the first and the
-        last position that it is made of. In a product the logarithms are added. Entries that are
-        added, or of which one is chosen, must have equal factors, f a + f b = f (a + b),
-        or be zero.
+        last position that it is made of. In a product the logarithms are added, and in a quotient
+        subtracted. Entries that are added, or of which one is chosen, must have equal factors,
+        f a + f b = f (a + b), or be zero.
         """
         inputs, (out,) = node.inputs, node.outputs
         if node.name in CHOICES:
@@ -294,13 +297,16 @@ class Certificate:
         may_mask = node.name in ("select_n", "add") and self.records.values[out].logits
         hides = MASKED if may_mask else -np.inf
         rank = len(self.records.shape(out))
+        # An operand that the clip does not change has the factor 1: the logarithm 0, and NaN if all
+        # of it counts as zero.
         tables = [self._table(x, rank, hides) for x in inputs]
         if node.name in ("mul", "div"):
             return _product(*tables, sign=1 if node.name == "mul" else -1)
         if node.name == "concatenate":
             return self._concatenated(node, tables)
         # Axis 0 of a table has its three numbers. The operands lie along a new axis 1, which then
-        # goes as in a sum over an axis: different factors along it raise `NotFollowed`.
+        # goes as in a sum over an axis: different factors along it, but for zeros, raise
+        # `NotFollowed`.
         return _reduced_if_equal(np.stack(np.broadcast_arrays(*tables), 1), (1,))
 
     def _concatenated(self, node: Node, tables: Sequence[Table]) -> Table:
@@ -362,15 +368,23 @@ class Certificate:
         """
         name = node.name
         # f a + f b = f (a + b), and max(f a, f b) = f max(a, b), as no factor is below zero.
+        # Different factors along the reduced axes raise `NotFollowed`.
         if name in ("reduce_sum", "reduce_max", "reduce_min"):
             axes = axes_after(self.first, node.params["axes"])
             return _reduced_if_equal(table, axes)
+        # What each iteration of a scan takes of an array [iterations, ...], and what all iterations
+        # make together: the axis of iterations becomes the axis of this loop in the table, or the
+        # reverse. A scan without logits has no such axis: then all iterations need equal factors.
         if name in ("scan_slice", "scan_stack"):
             return self._through_scan(node, table)
         if name == "conv_general_dilated":
-            # The table is that of the kernel: `_followed` refuses a clip of the activation.
+            # The table is that of the kernel: `_followed` refuses a clip of the activation. All of
+            # its axes but that of output features are summed over: along these it needs equal
+            # factors.
             return self._by_kernel(node, table)
-        # Casts and exchanges among devices keep the table, if they keep the factors.
+        # Casts and exchanges among devices keep the table. Refused are casts to whole numbers and
+        # to very few digits, as f times the rounded x is not the rounded f x; shards along an axis
+        # on which factors differ; and an axis that is added for the devices.
         if name in _KEEPS_TABLE:
             self._check_kept(node, table)
             return table
@@ -451,6 +465,7 @@ class Certificate:
           NotFollowed: The logits got other factors than those of their heads.
         """
         table = self.tables.get(logits)
+        # The clip does not change these logits.
         if table is None:
             raise NotFollowed
         # `loops` has the axis of each scan, by the steps of the path to its body.
@@ -514,18 +529,18 @@ class Certificate:
         # first and the last position, in the parameters that are scaled, of what it is made of.
         # Entries of one head have equal columns, of which one is left: `columns` are sorted, and
         # `column_of` says which of them each entry has. Logits of some features of a head only, or
-        # of two heads that were taken for one, have the logarithm of a head and other positions,
-        # and so make one column too many.
+        # of two heads that were taken for one, have the logarithm of a head and other positions:
+        # then there are more columns than heads.
         columns, column_of = np.unique(
             table.reshape(3 * layers, -1), axis=1, return_inverse=True
         )
-        # [layers, heads]
+        # [layers, heads]: the drawn logarithms, of which each layer and head has its own
         expected = self.logarithms.reshape(-1, self.logarithms.shape[-1])
         # The columns are sorted by their first number: column i is that of the head `order[i]`,
         # with the i-th least logarithm in the first layer.
         order = expected[0].argsort()
-        # The logarithms are the first rows. A zero among the logits, as of a sink, has NaN, which
-        # equals nothing.
+        # The logarithms are the first rows. More columns than heads have another shape. A zero
+        # among the logits, as of a sink, has NaN, which equals nothing.
         if not np.array_equal(columns[:layers], expected[:, order]):
             raise NotFollowed
         return order[column_of].reshape(table.shape[self.first :])

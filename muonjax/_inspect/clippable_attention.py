@@ -52,13 +52,14 @@ def attentions(records: Records) -> list[Call]:
 
 
 def _calls(records: Records) -> Iterator[Call]:
-    """All attentions, before any is proved, and what may be one, with a `problem`."""
+    """All attentions, and all that may be one: each with proposals of what a clip scales, of which
+    none is proved yet, or with a `problem`, which says why it is refused."""
     attention = records.attention
-    # Products of queries and keys that were followed to their softmax. `softmaxes` has a pair for
-    # each product of weights and values: the logits, and the axes that count keys. A softmax takes
-    # one array, `value`, which may be a sum of several products: these are one attention. If
-    # different softmaxes take the logits of one product, `_check_softmaxes` refuses it: so the
-    # logits of its first pair, `softmaxes[0][0]`, may stand for all.
+    # Products of queries and keys that were followed to their softmax. Each has a list,
+    # `softmaxes`, with a pair for each product of weights and values: the logits that softmax
+    # takes, and the axes that count keys. The first logits may stand for all: `_call` refuses a
+    # product of which the pairs differ. Softmax takes one array, `value`, which may be a sum of
+    # several products: these are one attention.
     by_array = grouped(
         (softmaxes[0][0].value, product)
         for product, softmaxes in attention.softmaxes.items()
@@ -66,15 +67,15 @@ def _calls(records: Records) -> Iterator[Call]:
     for products in by_array.values():
         yield _call(records, products)
     # Calls of the program, such as a Pallas kernel's, that take three or more activations, perhaps
-    # queries, keys and values.
+    # queries, keys and values. `views` are the parameters whose products they take.
     for i, views in attention.calls.items():
         node = records.nodes[i]
         call = str(node.params.get("name") or node.name)
         why = f"{call!r} is a call whose logits can't be seen; measure them with muonjax.max_logits"
         yield Call(i, views, problem=why)
     # Products whose exponentials the operation `reader` multiplies by something, perhaps values,
-    # and that were not followed to a softmax. One that was followed to a softmax too is above:
-    # `_check_softmaxes` refuses it.
+    # and that were not followed to a softmax. One that was followed to a softmax too is above, and
+    # `_call` refuses it.
     for product, reader in attention.other_readers.items():
         if product not in attention.softmaxes:
             yield _not_followed(records, product, reader)
@@ -264,8 +265,8 @@ def _proved(records: Records, calls: Sequence[Call]) -> Call:
     """
     first = calls[0]
     problem = first.problem
-    # The arrays of their logits, at which a certificate ends, and where each is measured: a probe
-    # for each call so far, and none for one that was refused.
+    # The arrays of their logits before a bias, at which a certificate ends, and where each is
+    # measured: so far a probe for each call, and none if they were refused.
     logits = [call.raw for call in calls]
     probes: list[Probe] = []
     for call in calls:

@@ -156,6 +156,7 @@ def entrywise(records: Records, node: Node, values: Sequence[Value]) -> Value:
 
     `values`: those of its operands, each repeated along all axes of the result (`spread_operands`).
     """
+    # What the result depends on, without parameters, projections and logits: these come below.
     result = dependent(values)
     # `dependent` takes the scores of the last product. But in q @ k + x @ gate they stay q @ k:
     # x @ gate does not multiply queries by keys, so it is not among the `operands` of attention.
@@ -177,6 +178,7 @@ def entrywise(records: Records, node: Node, values: Sequence[Value]) -> Value:
                 return value
     if result.is_weight:
         return result._replace(views=_of_weights(operation))
+    # In a choice these are the cases: no entry of the result is one of the chooser's.
     for value in operation.values:
         # Parameters with data: activations. So is the maximum that softmax subtracts. It is without
         # gradient, so that it depends on no parameter, but it has logits.
@@ -224,14 +226,14 @@ def are_several_parts(values: Sequence[Value]) -> bool:
 
 
 def _of_weights(operation: Operation) -> tuple[ParameterView, ...]:
-    """The parameters in the result of an operation on parameters and numbers alone,
-    such as a weight times its mask.
+    """The parameters that go on in the result of an operation on parameters and numbers alone, such
+    as a weight times its mask, or tanh(w): a product may take it as a matrix.
 
     Two kinds are recorded as added or multiplied, and not followed further: a bias or a gain, which
     repeats along an axis of another parameter, and a parameter that noise multiplied, next to
     another one, as s in the sampled weight mu + s * noise.
     """
-    values = operation.values
+    values = operation.values  # in a choice the cases, and not what chooses among them
     several = sum(bool(value.views) for value in values) > 1
     # The axes along which the parameters in each operand differ: none in a mask of numbers, so that
     # a parameter which repeats along an axis of a mask is still the weight. A bias or a gain
@@ -318,19 +320,21 @@ def _of_masked_weights(operation: Operation) -> tuple[ParameterView, ...]:
 
 def _projections(operation: Operation) -> tuple[Projection, ...]:
     """The projections of all operands as the result has them, with the parameters that a sum adds
-    as their biases: a clip scales x @ w + b by scaling both w and b."""
+    as their biases: a clip scales x @ w + b by scaling both w and b. A choice counts as a sum."""
     records = operation.records
     # Each operand with its projections after the operation: nonlinear if it is not linear in this
-    # operand, as a quotient in the divisor. Then one projection for each product, of all its parts.
+    # operand, as a quotient in the divisor.
     operands = [
         value._replace(projections=_projections_of_operand(operation, k))
         for k, value in enumerate(operation.values)
     ]
+    # One projection for each product, of all its parts; or none if there are too many products, as
+    # in a residual stream: then the columns of each are recorded as one part.
     projections = projections_of_all(records, operands)
     if not operation.is_sum:
         return projections
-    # x[0] @ w[0] + x[1] @ w[1] makes axis 0 of w rows. A choice between two arrays counts as a sum,
-    # but each entry has one summand, so no slices are added up.
+    # x[0] @ w[0] + x[1] @ w[1] makes axis 0 of w rows. In a choice each entry has one summand, so
+    # no slices are added up.
     if not operation.is_choice:
         _record_sum_of_slices(records, operands)
     added = [
@@ -444,20 +448,21 @@ def projections_of_all(
 
 
 def _record_factors(records: Records, node: Node, x: Value, y: Value) -> None:
-    """Records what each factor of x * y, or of x / y, may be for the other one:
-    a softmax's weights, a norm, labels, a gate."""
+    """Records what each operand of x * y may be for the other one: a softmax's weights, a norm,
+    labels, a gate. A quotient x / y counts as a product."""
     # How many axes have several entries. Those with one are never in `repeats`.
     long_axes = sum(n > 1 for n in records.shape(node.outputs[0]))
     for value, factor in ((x, y), (y, x)):
         repeats = factor.axes("repeats")
         # An attention may be sum(weights * values), whose weights [q, k, 1] repeat along the
-        # columns of the values. It is listed and refused. Where the factor is not made of
-        # exponentials `record_weights` does nothing.
+        # columns of the values. It is listed and refused. `record_weights` does nothing if the
+        # factor is not made of exponentials, or the value is made of the same ones, as in softmax's
+        # exp(x) / sum(exp(x)).
         if repeats:
             records.record_weights(node, factor, value)
         # One number scales all of w, as its norm in w / norm(w). The products u @ w @ v that make a
         # spectral norm are no uses of w as a matrix: `decisions` leaves out the products that such
-        # a number depends on.
+        # a number depends on, for each of which `depends_on` has a bit.
         if value.is_weight and len(repeats) == long_axes:
             for view in value.views:
                 records.uses.scales[view.leaf] |= factor.depends_on
@@ -466,9 +471,9 @@ def _record_factors(records: Records, node: Node, x: Value, y: Value) -> None:
         # Only what is made of parameters and data, as a router's softmax, may be a gate.
         if not factor.is_activation:
             continue
-        # gate[b, e, 1] * y[b, e, f], of a layer's result y: the gate repeats along the columns f,
-        # so the columns e count experts, whose matrices are separate (`batches`). A factor made of
-        # y itself, as in a norm, is no gate.
+        # gate[b, e, 1] * y[b, e, f], of a layer's result y: the gate repeats along f, where y has
+        # columns (`runs_along`), so the columns e count experts, whose matrices are separate
+        # (`batches`). A factor made of y itself, as in a norm, is no gate.
         for projection in value.projections:
             layout = projection.layout
             product = projection.product

@@ -51,6 +51,7 @@ def unknown(records: Records, node: Node) -> Sequence[Value]:
       the function are left to names (`unlisted`).
     """
     values = records.inputs(node)
+    # A single number can't be queries, keys or values.
     activations = [
         x for x in node.inputs if records.values[x].is_activation and records.shape(x)
     ]
@@ -62,8 +63,8 @@ def unknown(records: Records, node: Node) -> Sequence[Value]:
     is_call = "call" in node.name or (takes_three and not is_listed)
     if not is_call and not is_listed:
         records.unlisted = node.index  # leaves all parameters to names
-    # "alone": without data, as in a penalty with a determinant, it does not say what the parameter
-    # is, so that other uses of it decide.
+    # "alone": if all operands are parameters or numbers, as in a penalty with a determinant, it
+    # does not say what the parameter is, so that other uses of it decide.
     has_data = any(value.depends_on and not value.is_weight for value in values)
     records.record_views(node, node.name, values, "unknown" if has_data else "alone")
     projections = [projection for value in values for projection in value.projections]

@@ -98,19 +98,21 @@ def _with_max_logits(
 
     @functools.wraps(fun)
     def measured(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        chosen = jax.tree.leaves(argnums)  # one number, or several
+        # By which arguments it is differentiated: `argnums` is one number, or several.
+        chosen = jax.tree.leaves(argnums)
         parameters = [args[i] for i in chosen]
         aux: Any = None  # what `fun` returned with the loss while it was traced
 
         def loss_and_traced(*parameters: Any) -> list[Any]:
-            """The loss and the tracers in `aux`, which the run replaces by its results; all else,
-            such as strings, stays in `aux`."""
+            """The loss and the tracers in `aux`: the results of the jaxpr, by which its run
+            replaces the tracers. All else, such as strings, stays in `aux`."""
             nonlocal aux
             # All other arguments are what they were: flags, strings,
             # tracers of enclosing transformations.
             arguments = list(args)
             for i, parameter in zip(chosen, parameters, strict=True):
                 arguments[i] = parameter
+            # Without `has_aux` `aux` is None. `call` is "value_and_grad(loss)", say, for errors.
             loss, aux = _loss_and_aux(call, fun(*arguments, **kwargs), has_aux)
             traced = [x for x in jax.tree.leaves(aux) if isinstance(x, Tracer)]
             return [loss, *traced]
@@ -120,6 +122,8 @@ def _with_max_logits(
         # is a mask that `fun` makes in NumPy. The reader decides by the numbers of the mask, and
         # must not by those of the batch: `given` has the arrays that are data.
         given = jax.tree.leaves((args, kwargs))
+        # What a run of the jaxpr returns, and the largest logits of each attention, by name. An
+        # error is raised if no attention can be clipped.
         (loss, *arrays), max_logits = find_maxima(closed, parameters, call, given)
         if not has_aux:
             return loss, max_logits
