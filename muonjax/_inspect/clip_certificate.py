@@ -104,10 +104,12 @@ class Certificate:
 
         Args:
           records: What is known of the function.
-          probes: Where the logits are measured.
-          logits: The numbers of their arrays before a mask or a bias is added,
-            one for each probe. The certificate ends there: what softmax makes of them may change.
-          spans: What the clip scales.
+          probes: Where the logits are measured: `path` has the steps to their body from the
+            outside, of which some are scans.
+          logits: The number of each one's array: before the first bias, or what may be one, is
+            added, or else what softmax takes. The certificate ends there: what softmax makes of
+            them may change.
+          spans: What the clip scales, all by the factors of the same heads and layers.
         """
         self.records, self.graph, self.logits = records, records.graph, logits
         # For each scan around the logits its axis in a table, by the place of its body: inside of a
@@ -158,7 +160,8 @@ class Certificate:
         # least of both numbers, so the last positions have a minus.
         positions = np.arange(logarithms.size).reshape(logarithms.shape)
         table = np.stack([logarithms, positions, -positions])
-        # What is not scaled has none: its logarithm is 0, and those of factors are above 0.
+        # What is not scaled has no position: inf. Its logarithm is 0, and those of factors are
+        # above 0.
         table[1:, logarithms == 0] = np.inf
         # The parameter is outside of all scans: the axes of the loops, 1 to `first` - 1,
         # have one entry.
@@ -459,7 +462,7 @@ class Certificate:
         axes of the array. The probe gets the axis of four as `heads`, and the step of its path into
         the scan is marked `layer`.
 
-        `logits` is the number of their array, before a mask or a bias is added.
+        `logits` is the number of their array: before a bias is added, or else what softmax takes.
 
         Raises:
           NotFollowed: The logits got other factors than those of their heads.
@@ -471,6 +474,7 @@ class Certificate:
         # `loops` has the axis of each scan, by the steps of the path to its body.
         path = list(probe.path)
         for place, axis in self.loops.items():
+            # All iterations have the same factors, so this scan does not go over layers.
             if table.shape[axis] == 1:
                 continue
             # The factors differ from iteration to iteration, so this scan goes over layers. It has

@@ -217,14 +217,15 @@ def _why_not_alone(records: Records, operation: int) -> str:
 
 
 def _probe(records: Records, logits: int, raw: int) -> Probe:
-    """Where the logits that enter softmax are measured:
-    in one of the bodies that have them as a variable.
+    """Where the logits that enter softmax are measured: the path to one of the bodies that have
+    them as a variable, this variable, and that of `raw` there.
 
+    `logits` is the array that softmax takes, and `raw` is that before a bias, or the same one.
     A `jit` in a scan, say, is a body in a body, and logits that it returns are a variable of both.
     `Certificate.located` adds to the probe which loops go over layers, and which axes count heads.
 
     Raises:
-      Refused: They can't be measured before a mask or a bias is added,
+      Refused: They can't be measured before a bias, or what may be one, is added;
         or the body is in a loop without a gradient.
     """
     # `measure` takes the largest `raw` logits among the entries that are not hidden in `logits`:
@@ -265,8 +266,8 @@ def _proved(records: Records, calls: Sequence[Call]) -> Call:
     """
     first = calls[0]
     problem = first.problem
-    # The arrays of their logits before a bias, at which a certificate ends, and where each is
-    # measured: so far a probe for each call, and none if they were refused.
+    # The arrays of their logits, before a bias or else what softmax takes, at which a certificate
+    # ends, and where each is measured: so far a probe for each call, and none if they were refused.
     logits = [call.raw for call in calls]
     probes: list[Probe] = []
     for call in calls:
@@ -276,7 +277,8 @@ def _proved(records: Records, calls: Sequence[Call]) -> Call:
         if not all(spans in call.proposals for call in calls):
             continue
         certificate = Certificate(records, probes, logits, spans)
-        # The first operation before the logits that this clip may not pass
+        # The first operation that this clip may not pass, or one that makes a loss which it changes
+        # otherwise than by the logits; or None.
         operation = certificate.failure()
         if operation is not None:
             problem = _why_not_alone(records, operation)

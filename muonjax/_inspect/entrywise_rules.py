@@ -466,7 +466,8 @@ def _record_factors(records: Records, node: Node, x: Value, y: Value) -> None:
         if value.is_weight and len(repeats) == long_axes:
             for view in value.views:
                 records.uses.scales[view.leaf] |= factor.depends_on
-        # sum(one_hot(labels) * log_softmax(y)) chooses a column of y.
+        # sum(one_hot(labels) * log_softmax(y)) chooses a column of y, which may be the result of an
+        # output head. This does nothing if the factor is not one hot, or not made of data alone.
         records.record_choice_by_labels(value, factor.axes("one hot"), factor)
         # Only what is made of parameters and data, as a router's softmax, may be a gate.
         if not factor.is_activation:

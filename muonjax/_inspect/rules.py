@@ -65,8 +65,8 @@ def unknown(records: Records, node: Node) -> Sequence[Value]:
         records.unlisted = node.index  # leaves all parameters to names
     # "alone": if all operands are parameters or numbers, as in a penalty with a determinant, it
     # does not say what the parameter is, so that other uses of it decide.
-    has_data = any(value.depends_on and not value.is_weight for value in values)
-    records.record_views(node, node.name, values, "unknown" if has_data else "alone")
+    is_alone = all(value.is_weight or not value.depends_on for value in values)
+    records.record_views(node, node.name, values, "alone" if is_alone else "unknown")
     projections = [projection for value in values for projection in value.projections]
     records.record_parts(projections)
     if is_call:
