@@ -257,7 +257,7 @@ def _probe(records: Records, logits: int, raw: int) -> Probe:
 
 def _proved(records: Records, calls: Sequence[Call]) -> Call:
     """One attention in place of calls with the same queries: the first of them, with the first
-    proposal that is exact and the probes of all; or with the problem of the last one that is not.
+    proposal that is exact and the probes of all; or, if none is, with the problem of the last one.
 
     One clip scales the logits of all of these calls: a problem of one is a problem of all.
     `attentions` groups calls by their last proposal, which scales the queries alone. So all of them

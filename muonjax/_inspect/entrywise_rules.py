@@ -167,7 +167,8 @@ def entrywise(records: Records, node: Node, values: Sequence[Value]) -> Value:
         # The first operand says which of the others, the cases, each entry is taken from.
         chooser, *cases = values
         operation = Operation(records, node, cases, node.inputs[1:], chooser)
-        # As in `jnp.where(mask, w[:4], w[4:])`: which entries of w the result has is not known.
+        # As in `jnp.where(mask, w[:4], w[4:])`: which entries of w the result has is not known, and
+        # `unknown` takes the place of this rule.
         if are_several_parts(cases):
             raise NotFollowed
     elif node.name in ("add", "add_any"):

@@ -39,11 +39,12 @@ _MIXING = frozenset(_MIXES.split())
 def unknown(records: Records, node: Node) -> Sequence[Value]:
     """The results of an operation that is not followed. They depend on all operands.
 
-    Parameters among the operands are left to names. The columns that it takes of a layer's result,
-    a projection, are one part. The first case that holds says what else becomes of the layer:
+    Parameters among the operands are left to names, or to their other uses if all operands are
+    parameters or numbers. The columns that it takes of a layer's result, a projection, are one
+    part. The first case that holds says what else becomes of the layer:
 
-    - A call, by its name, or because it has no rule and takes three activations. If it takes three,
-      it may be an attention, which is listed and refused.
+    - A call, by its name, or because it has no rule and takes three activations: nothing else. But
+      if it takes three, it may be an attention, which is listed and refused.
     - An operation that mixes columns (`_MIXING`), such as a sort: nothing else.
     - One whose rule did not handle its settings may choose some of the columns: the layer is left
       to names, unless its columns were mixed before.
