@@ -268,29 +268,35 @@ def merged(layouts: tuple[Layout, ...]) -> Layout:
     sum of 0, 1 and 2, 3 has two positions for each entry: 0 and 2 for the first,
     1 and 3 for the second.
     """
-    # Entries that at least one part has. All others, as of a sink next to both halves of the
-    # queries, are holes in the run `OTHER` alone. If runs along axes of the origin got these holes
-    # too, they would differ along the axis of the sink, as if it went over columns.
+    # Entries that at least one part has. An entry that none has, as of a sink next to both halves
+    # of the queries, stays a hole in the first run, along `OTHER`, which only says where holes are.
+    # No other run gets a new hole for it: it would differ along the axis of the sink then, as if
+    # that went over columns.
     filled = ~np.logical_and.reduce(
         np.broadcast_arrays(*(layout.holes for layout in layouts))
     )
-    # For each axis of the origin the runs along it, each with the entries that only others have.
+    # For each axis of the origin, and `OTHER`, the parts' runs along it, each with its holes that
+    # other parts fill: there the part gives no position.
     by_axis: dict[int, list[tuple[Run, Positions]]] = {}
     for layout in layouts:
         of_others = layout.holes & filled
         for run in layout.runs:
             by_axis.setdefault(run.axis, []).append((run, of_others))
     runs = []
+    # `OTHER`, -1, comes first again.
     for axis, parts in sorted(by_axis.items()):
         run, _ = parts[0]
-        # Equal runs are one, as along the rows of a kernel of which only columns were cut.
+        # Equal runs are one, as along the rows of a kernel of which only columns were cut. Else
+        # each entry gets the positions of all parts, and where heads of a sum share columns, as in
+        # q + q[::-1], those of all heads.
         if len({run for run, _ in parts}) > 1:
             run = _sum_of(axis, parts)
-            # Entries of one part may be sums of more terms than those of another. After a
-            # concatenation of x[:1] and a rotation of x[1:] the first token has one position for
-            # each entry, and all others, sums of two features, have two: tokens would look like
-            # heads, which have columns of their own. So along the axes on which holes (`runs[0]`)
-            # differ, here that of tokens, each entry gets the positions of all.
+            # Entries of one part may be sums of more terms (`shape[0]` of its run) than those of
+            # another. After a concatenation of x[:1] and a rotation of x[1:] the first token has
+            # one position for each entry, and all others, sums of two features, have two: tokens
+            # would look like heads, which have columns of their own. So along each axis k on which
+            # the parts are put together, here that of tokens, one entry is left, with the positions
+            # of all. Holes (`runs[0]`) differ along such axes.
             if len({run.shape[0] for run, _ in parts}) > 1:
                 for k in frozenset().union(*(x.runs[0].varying for x in layouts)):
                     run = _added_up(run, k)

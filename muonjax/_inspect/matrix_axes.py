@@ -47,7 +47,8 @@ def matrices_of(
     records: Records, uses: Sequence[Use]
 ) -> tuple[DimensionNumbers, DimensionNumbers, str]:
     """The matrices that all of these products, at least one, agree on: the dimension numbers; the
-    same with a matrix for each head; and why, as "multiplied along axis 0: model.py:41".
+    same with a matrix for each head; and why, as "multiplied along axis 0: model.py:41", which is
+    the first product's line.
 
     Raises:
       Contradiction: They do not agree, or one of them has no such axes.
@@ -57,23 +58,24 @@ def matrices_of(
     form, line = _form(records, first), records.graph.line(first.node)
     for use in uses[1:]:
         other = _form(records, use)
-        # A tied matrix, x @ w and y @ w.T, is orthogonalized the same either way.
+        # A tied matrix, x @ w and y @ w.T, is orthogonalized the same either way: rows may be the
+        # columns of another product.
         has_same_sides = {form.rows, form.columns} == {other.rows, other.columns}
         if form.cut != other.cut or not has_same_sides:
             raise Contradiction(
                 f"{form} in {line}, but {other} in {records.graph.line(use.node)}"
             )
-    # In w[:, :32] and w[:, 32:] the function cuts the parameter itself, and not the result of its
-    # product. These slices are parts only if together they fill the axis; else it stays one matrix:
-    # `sliced` names all columns, as along each of them such a slice may leave some out.
+    # Where no operation cuts the result of a product, the function may cut the parameter itself, as
+    # in x @ w[:, :32] and x @ w[:, 32:]. Such slices are parts only if together they fill the axis;
+    # else it stays one matrix. `sliced`, with all axes of columns, asks for that.
     if form.cut is None:
         slices = {use.view.layout.region for use in uses}
         cut = _cut(slices, shape, form.columns, sliced=form.columns)
         form = form._replace(cut=cut)
     # Which columns count heads in any of the products, for `per_head`: [64, 8, 16] has the run
     # 0, ..., 7 along axis 1. The region says which part of the columns has these heads, as the
-    # queries of a fused kernel. `form` has the rows and columns of the first product: heads along
-    # its rows, as along the columns of w.T in y @ w.T, are left out.
+    # queries of a fused kernel. `form` has the rows and columns of the first product. What another
+    # product takes as columns, as in y @ w.T, may be rows there: heads along them are left out.
     heads = set()
     for use in uses:
         for run, region in use.product.heads:
@@ -157,9 +159,9 @@ def _rows_and_columns(
     row_axes = axes_of([*use.rows, *summed]) | slices
     column_axes = axes_of(columns - experts)
     batch_axes = axes_of((batch - summed) | experts) - slices
-    # Two contradictions: in x @ w[:, :8] + y @ w[:, 8:] axis 1 has columns, and is summed over; in
-    # x @ w.reshape(8, 8, 64)[i] with w [64, 64] axis 0 is batch in steps of 8, and rows within
-    # these.
+    # No axis may have two roles; `batch_axes` serves this check alone. Two contradictions: in
+    # x @ w[:, :8] + y @ w[:, 8:] axis 1 has columns, and is summed over; in
+    # x @ w.reshape(8, 8, 64)[i] with w [64, 64] axis 0 is batch in steps of 8, and rows within.
     axes = [*row_axes, *column_axes, *batch_axes]
     if len(set(axes)) < len(axes):
         raise Contradiction(
@@ -191,18 +193,19 @@ def _cut(
     """
     for axis in sorted(columns):
         masks = {dict(region).get(axis, b"") for region in regions}
-        # No cut: an operation takes all of the axis, or all operations take the same part of it.
+        # No cut here: an operation takes all of the axis, which has no mask in its region, or all
+        # operations take the same part of it. The next axis may be cut.
         if b"" in masks or len(masks) < 2:
             continue
         parts = np.array([np.frombuffer(mask, bool) for mask in masks])
-        # After how many columns all parts repeat, a divisor of their number: 3 for the masks 100100
-        # and 010010. These are those of queries and keys that alternate with values,
-        # of two groups of heads.
+        # After how many columns all parts repeat, a divisor of their number, at most the number
+        # itself: 3 for the masks 100100 and 010010, those of queries and keys that alternate with
+        # values, of two groups of heads.
         period = 1
         while shape[axis] % period or (np.roll(parts, period, 1) != parts).any():
             period += 1
         parts = parts[:, :period]
-        # Where a part begins or ends.
+        # Where a part begins or ends: twice if it is one stretch.
         changes = np.diff(parts, axis=1, prepend=False, append=False)
         # No cut: operations take columns that others take too, or columns with gaps between them.
         if parts.sum(0).max() > 1 or (changes.sum(1) != 2).any():
@@ -233,6 +236,7 @@ def _numbers_per_head(
     An axis that counts heads, 1 of [64, 8, 16], is no column any more: it counts matrices. One that
     heads divide, 1 of [64, 128], is cut. If [64, 384] is cut into queries, keys and values of 128
     columns each, and the queries alone have heads of 16, the parts are eight of 16 and two of 128.
+    Where an axis of heads is the only one with columns, the matrices stay those of `form`.
 
     Args:
       form: The matrices of the parameter.
@@ -242,33 +246,35 @@ def _numbers_per_head(
         as (axis, mask of its positions) pairs.
     """
     axes = axes_of(run for run, _ in heads)
-    # Axes along which each position is another head, as axis 1 of [64, 8, 16]. If there is one,
-    # heads that divide another axis stay together.
+    # Axes along which each position is another head, as axis 1 of [64, 8, 16]: these lose their
+    # columns, and heads that divide another axis stay together. Heads at uneven distances, which
+    # have the stride 1 too, are taken for such.
     counting = axes_of(run for run, _ in heads if run.stride == 1)
     cut = form.cut
     if counting:
         columns = form.columns - counting
-        # No other axis has columns: of [64, 8], where a head is a vector, and of [64, 8 * 16] with
+        # No other axis has columns: of [64, 8], where a head is a vector, and of [64, 16 * 8] with
         # heads along the faster axis, where a head has every eighth column.
-        # Such a kernel stays one matrix.
         if not columns:
             return _numbers(form)
-        # [64, 24, 16] with 24 heads of queries, keys and values: each head is a matrix,
-        # so that nothing is cut.
+        # [64, 24, 16], cut along axis 1 into eight heads of queries, keys and values each: if each
+        # head is a matrix, nothing is left to cut there.
         if cut is not None and cut.axis in counting:
             cut = None
         return _numbers(form._replace(columns=columns, cut=cut))
-    # One axis alone can be cut. If heads lie along another axis than the parts, or there are no
-    # parts, the first axis with heads is cut, which begins as one piece.
+    # Dimension numbers cut one axis alone. If no heads lie along that of the parts, or there are no
+    # parts, it is the first axis with heads, which begins as one piece: then parts along another
+    # axis stay together.
     if cut is None or cut.axis not in axes:
         cut = _Cut(min(axes), (shape[min(axes)],))
     # Where matrices begin along the axis, and its end. At first these are the parts, of sizes 2, 1,
     # 2, 1 for (2, 1) with two repeats; the loop adds where heads begin.
     edges = {0, *itertools.accumulate(cut.sizes * cut.repeats)}
     for run, region in heads:
-        # Heads along a second axis stay together.
+        # Heads along another axis stay together.
         if run.axis == cut.axis:
-            # The columns that have these heads; without a mask all of the axis.
+            # The columns that have these heads, such as 0 to 127, the queries, of 384; without a
+            # mask all of the axis. In these a head begins every `stride` columns.
             mask = dict(region).get(cut.axis, b"\1" * shape[cut.axis])
             columns = np.flatnonzero(np.frombuffer(mask, bool))
             edges.update(range(columns[0], columns[-1] + 1, run.stride))
