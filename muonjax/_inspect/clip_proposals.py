@@ -34,7 +34,7 @@ def proposals_of(records: Records, products: Sequence[int]) -> list[Spans]:
     The first proposal scales queries and keys by √γ each. Keys that several heads share, or whose
     heads can't be told apart, stay as they are, and the queries that they meet are scaled by γ: all
     of them in multi-query and grouped-query attention, and the rotary features in latent attention
-    (MLA). The second proposal scales all queries by γ.
+    (MLA). The second proposal scales all queries by γ; without keys to scale both are the same.
 
     Raises:
       Refused: The queries can't be scaled.
@@ -45,8 +45,9 @@ def proposals_of(records: Records, products: Sequence[int]) -> list[Spans]:
     queries_alone: dict[PlacedScale, None] = {}
     attention = records.attention
     for product in products:
-        # The axes of the product that count keys. There is an entry for each product of softmax's
-        # weights and values; `_check_softmaxes` has refused logits whose entries differ in them.
+        # The axes of the product that count keys. `softmaxes` has a pair (logits, key_axes) for
+        # each product of softmax's weights and values. The first one stands for all: logits whose
+        # pairs have different axes were refused before (`_check_softmaxes`).
         _, key_axes = attention.softmaxes[product][0]
         # A softmax over heads and keys together has one temperature, so these heads are scaled as
         # one: what is in `key_axes` counts no heads (`_Side.heads`).
@@ -57,11 +58,11 @@ def proposals_of(records: Records, products: Sequence[int]) -> list[Spans]:
             left, right = right, left
         queries = _Side(left, key_axes, "query")
         keys = _Side(right, key_axes, "key")
-        # For the second proposal: if all features count as shared, each query takes γ.
+        # For the second proposal: if all features count as shared by the keys, each query takes γ.
         scaled_queries = _scaled_queries(queries, shared=[_ALL])
         # For the first: keys with another number of heads or other axes of layers than the queries
-        # are shared. They stay as they are, and the queries take γ in the features that meet them,
-        # √γ in the others.
+        # (`_heads_of`) are shared. They stay as they are, and the queries take γ in the features
+        # that meet them, √γ in the others.
         scaled_keys, shared = _scaled_keys(keys, _heads_of(scaled_queries[0]))
         both |= dict.fromkeys([*_scaled_queries(queries, shared), *scaled_keys])
         queries_alone |= dict.fromkeys(scaled_queries)
@@ -111,8 +112,8 @@ def _scaled_keys(
     all other keys, which are shared: the queries take all of γ in these.
 
     The keys of latent attention, 128 features of each head and then 64 that all heads share, give
-    the scales of the former and [range(128, 192)]. If no keys have these heads, it is [] and all
-    features.
+    the scales of the former and [range(128, 192)]. If no keys have these heads, or none come
+    from a parameter that trains, it is [] and all features, [_ALL].
 
     `heads`: how many the queries have, and the axes that count layers, as `_heads_of` gives them.
     """
@@ -122,10 +123,11 @@ def _scaled_keys(
         try:
             spans = keys.spans(projection)
         except Refused:
-            # Keys that heads share stay as they are, and so do those whose heads can't be told
-            # apart.
+            # Keys whose heads can't be told apart, such as those that all heads share, stay as
+            # they are.
             spans = []
-        # The spans of their kernel and its biases, all with the heads and layers of the queries
+        # The spans of their kernel and its biases, all with the heads and layers of the queries.
+        # Keys with fewer heads, as in grouped-query attention, are shared.
         if set(map(_heads_of, spans)) == {heads}:
             scaled += spans
         else:
@@ -177,8 +179,9 @@ class _Side(NamedTuple):
             rotary keys that all heads share in latent attention, and their queries take all of γ.
         """
         layout = projection.layout
-        # Along no axis do the columns of the parameter differ, since each entry is made of all of
-        # them: after a norm over all heads, after a matrix that does not train, and in an adapter.
+        # Along no axis of the queries do the columns of the parameter differ, since each entry is
+        # made of all of them: after a norm over all heads, after a matrix that does not train, and
+        # in an adapter.
         if not layout.varying:
             raise Refused(
                 "the heads of its queries can't be told apart: all columns of a parameter make "
@@ -200,7 +203,8 @@ class _Side(NamedTuple):
         return spans
 
     def _span(self, leaf: int, layout: Layout) -> PlacedScale:
-        """The entries of a parameter that a clip scales by one number for each head.
+        """The entries of a parameter that a clip scales by one number for each head,
+        and whose they are: the factor of the `Scale` is "query" or "key".
 
         A scan takes w [layers, 64, 8 * 16] layer by layer, and x @ w is reshaped to queries
         [batch, query, 8, 16]. Their layout has one run, 0 to 127 along axis 2 of w. The span has
@@ -212,16 +216,18 @@ class _Side(NamedTuple):
           layout: Which of its entries the entries of the operand come from.
         """
         shape = layout.origin
+        # The axes of the parameter that loops go over: they count layers.
         stack = tuple(dict.fromkeys(run.axis for run in layout.loops))
         # The axes of the operand that count heads, [2] here, and the axes of the parameter along
-        # which these heads lie, [2] too.
+        # which these heads lie, {2} here. Without such an axis all is one head.
         heads = self.heads(layout)
         head_axes = axes_of(layout.runs_along(heads))
         # The first of a layout's runs says where other arrays were put next to the parameter's
-        # entries (holes), and is along no axis of the parameter.
+        # entries (holes), and is along no axis of the parameter. The axes of the others hold these
+        # entries (`held`), and are flattened to one.
         _, *runs = layout.runs
-        # A kernel [64, 16, 8] with the heads last is flattened along (2, 1), so that the features
-        # of one head follow each other.
+        # The axes of heads come first: a kernel [64, 16, 8] with the heads last is flattened along
+        # (2, 1), so that the features of one head follow each other.
         runs.sort(key=lambda run: (run.axis not in head_axes, run.axis))
         held = [run.axis for run in runs]
         # An axis of the parameter counts layers or holds heads, not both.
@@ -233,14 +239,15 @@ class _Side(NamedTuple):
         positions = np.zeros([1] * (1 + len(layout.shape)), int)
         for run in runs:
             positions = positions * shape[run.axis] + run.positions
-        # Now a row for each head, [8, 16], perhaps with holes. `_places` says where these begin and
-        # end, as fields of `Scale`.
+        # Now a row for each head: the axes of heads first, as [8, 1, 1, 1, 16], and then [8, 16],
+        # perhaps with holes. `_places` says where heads begin and end, as fields of `Scale`.
         first = [1 + axis for axis in heads]
         positions = np.moveaxis(positions, first, range(len(heads)))
         count = math.prod(positions.shape[: len(heads)])
         size = math.prod(shape[axis] for axis in held)
         places = _places(positions.reshape(count, -1), size)
-        # A `Scale` counts the axes of one layer from the last. `name_attentions` sets its `path`.
+        # A `Scale` knows a parameter of one layer, without the axes of `stack`, and counts its axes
+        # from the last one, -1. `name_attentions` sets its `path`.
         axes_of_layer = other_axes(len(shape), stack)
         rank = len(axes_of_layer)
         axes = tuple(axes_of_layer.index(axis) - rank for axis in held)
@@ -286,19 +293,22 @@ def _places(positions: np.ndarray, size: int) -> dict[str, Any]:
     Raises:
       Refused: The heads are no equal runs in equal groups.
     """
-    # The number of columns of the first head. Whether all have as many, which follow each other,
-    # is for the certificate to say.
+    # The number of columns of the first head, without holes. Whether all have as many, which follow
+    # each other, is for the certificate to say.
     width = len(np.unique(positions[0, positions[0] < HOLE]))
     # The first position of each head; HOLE is larger than any. Equal rows give one head.
     first = np.unique(positions.min(1))
     # A group begins where a head does not follow the one before at once.
     groups = 1 + int(np.count_nonzero(np.diff(first) != width))
     # Each group has `group` positions and `in_group` heads, which are from `start` to `stop` in it.
+    # From these follows where each head has to begin.
     in_group = len(first) // groups
     group, rest = divmod(size, groups)
     start = int(first[0])
     stop = start + in_group * width
     expected = np.arange(groups)[:, None] * group + np.arange(start, stop, width)
+    # The groups do not divide all positions, or their heads do not fit into one; or heads begin
+    # elsewhere, as where groups have different numbers of heads, or a head has only holes.
     if rest or stop > group or not np.array_equal(first, expected.ravel()):
         raise Refused("its heads do not lie one after the other in the parameter")
     return {
