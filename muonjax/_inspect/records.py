@@ -63,34 +63,37 @@ class AttentionRecords:
         # (`Node.index`) is the key of a dictionary, or in a set. The exceptions are `calls`, by the
         # number of a call, and `value_parts`, by layer.
 
-        # The left and the right operand of the product: which one is the queries is found later.
+        # The left and the right operand of the product. Which one is the queries is found later,
+        # by the axes that count keys (`Operand.is_query`), which `softmaxes` has.
         self.operands: dict[int, tuple[Operand, Operand]] = {}
-        # One entry for each product weights @ values that was followed from it: the logits that
-        # softmax takes, and the axes of the result of queries @ keys.T that count keys.
+        # A pair for each product weights @ values to which its logits were followed: the logits
+        # that softmax takes, and the axes of the result of queries @ keys.T that count keys.
         self.softmaxes: dict[int, list[tuple[Logits, frozenset[int]]]] = defaultdict(
             list
         )
-        # If exponentials of the product multiply an array, perhaps values,
-        # and were not followed: that operation.
+        # An operation that multiplies exponentials of the product by an array, perhaps values,
+        # where the logits were lost before. It may be an attention, which is listed and refused.
         self.other_readers: dict[int, int] = {}
-        # Products whose exponentials may be the weights of an attention: each product of two
-        # activations. One with learned queries or frozen keys is here only if its exponentials are
-        # summed, as in a softmax, and not along columns of a parameter, as in a router.
+        # Products whose exponentials may be the weights of an attention, so that `record_weights`
+        # notes their other readers. A product of two activations is here at once, one by learned
+        # queries or frozen keys after a sum of its exponentials, as in a softmax. A sum along
+        # columns of a parameter does not count: it makes one of the `routers`.
         self.candidates: set[int] = set()
-        # Products from whose logits a number was subtracted that may differ from key to key: the
-        # softmax of clipped logits would be another one, and the clip is refused.
+        # Products from whose logits a number was subtracted that may differ from key to key. Only
+        # one number for all keys of a query leaves a softmax as it is: the clip is refused.
         self.shifted_by_key: set[int] = set()
-        # The axes of the product over which a softmax sums its exponentials, by which it divides
-        # them. Heads among these are scaled as one.
+        # The axes of the product over which a softmax sums its exponentials, to divide them by
+        # the sum: those of the keys. Heads, if it sums over them too, are scaled as one.
         self.normalized: dict[int, frozenset[int]] = defaultdict(frozenset)
-        # Products whose softmax is along columns of a parameter, as of a router,
-        # or of an output head.
+        # Products whose softmax is along columns of a parameter, as of a router or of an output
+        # head: its weights may choose experts, or entries of a codebook.
         self.routers: set[int] = set()
-        # By the number of a call with three arrays, perhaps a kernel of attention:
-        # the parameters of the projections that it takes.
+        # By the number of a call with three arrays, perhaps a kernel of attention, whose logits
+        # can't be seen: the parameters of the projections that it takes.
         self.calls: dict[int, tuple[ParameterView, ...]] = {}
         # By layer that gives values: the region of its columns that the first attention takes. If a
-        # later one takes other columns, heads are written one by one (`_record_attention`).
+        # later one takes other columns, the function writes heads one by one, and the parameters
+        # of that attention are left to names.
         self.value_parts: dict[Product, Region] = {}
 
 
@@ -176,8 +179,9 @@ class Records:
           view: The parameter, as the operation sees it.
           what: What is done, in words, or the name of the operation,
             where the kind does not say it.
-          k: The number of this view among those of the operand: of x @ (w + a @ b) w has 0, a has 1
-            and b has 2. It is in the key, as one parameter may be there twice: x @ (w + w.T).
+          k: The number of this view among those that a layer multiplies by: in x @ (w + a @ b) w
+            has 0, a has 1 and b has 2. It tells both views of w in x @ (w + w.T) apart. Other
+            operations record each parameter once, with 0.
           axes: Rows, columns and the other attributes of `Use`.
 
         Returns:
@@ -186,8 +190,9 @@ class Records:
         product = None
         if kind == "product":
             products = self.uses.products
-            # A product of an earlier round keeps its bit, by which `Value.depends_on` names it, and
-            # what was noted of its columns. Its `use` is that of the last round.
+            # Bits from `OF_PRODUCTS` on stand for products in `Value.depends_on`. If an earlier
+            # round made this product, `setdefault` drops `new` and returns the one that is there,
+            # with its bit and what was noted of its columns. Its `use` is that of the last round.
             new = Product(OF_PRODUCTS << len(products))
             product = products.setdefault((node.index, k), new)
         use = Use(kind, what, node.index, view, product=product, **axes)

@@ -30,12 +30,13 @@ def _reduce_sum(records: Records, node: Node) -> Sequence[Value]:
     with their columns along these axes added up."""
     (value,) = records.inputs(node)
     axes = node.params["axes"]
-    # sum(q * k) multiplies two activations. So a matrix before it is no output head, and its result
-    # may be the scores of an attention.
+    # sum(q * k) is a product of two activations, queries and keys or two towers. So it counts as a
+    # layer: a matrix before it is no output head. Its result may be the scores of an attention.
     if _multiplies_layers(records, node):
         records.layers.add(node.index)
         records.attention.candidates.add(node.index)
         value = value._replace(scores=node.index)
+    # The sum of exponentials may be the one by which a softmax divides.
     _record_sum_of_exponentials(records, value, axes)
     linear = []
     for projection in value.projections:
@@ -45,10 +46,12 @@ def _reduce_sum(records: Records, node: Node) -> Sequence[Value]:
             projection.product.added_up.update(projection.layout.runs_along(axes))
             linear.append(projection)
         else:
-            # It ends here, as in a norm, which adds up squares.
+            # It ends here, as in a norm, which adds up squares. The columns that are added up are
+            # recorded, as one part or as groups that are mixed each for itself.
             records.record_reduced([projection], axes)
-    # A sum of logits, or of softmax's weights, has no logits. `_without_axes` takes the axes away
-    # from what goes on.
+    # Parameters go on with the axes that are left; one without any ends here, as in a penalty. A
+    # sum of logits, or of softmax's weights, is neither, so its logits end too. `_without_axes`
+    # takes the axes away from what goes on.
     result = value._replace(
         views=_reduced_views(value, axes),
         projections=tuple(linear),
@@ -70,30 +73,33 @@ def _multiplies_layers(records: Records, node: Node) -> bool:
 def _record_sum_of_exponentials(
     records: Records, value: Value, axes: Sequence[int]
 ) -> None:
-    """Records what a softmax is of, if `value` is the exponentials of a product and their sum
-    normalizes them.
+    """Records what a softmax is of, if `value` is made of exponentials of a product: their sum over
+    `axes` is taken for the one by which a softmax divides them.
 
     Along columns of a parameter it is that of a router or of an output head. Any other may be that
     of an attention: its product becomes a candidate, and if the exponentials multiply values but
     can't be followed, the attention is listed and refused (`Records.record_weights`).
     """
-    # The number of the operation that made the product; -1 if these are no exponentials of one.
-    node = value.exponential_of
-    if node < 0:
+    # The number of the operation x @ w or queries @ keys.T whose result was exponentiated; -1 if
+    # there is none.
+    product = value.exponential_of
+    if product < 0:
         return
-    # Whether it is a layer, recorded as a product by parameters, of which each has a number: 0 is
-    # the first one.
-    is_layer = (node, 0) in records.uses.products
-    projections = [p for p in value.projections if p.product.use.node == node]
+    # Whether it is a layer, which is recorded by its operation and the number of each parameter
+    # that it multiplies by: 0 is the first one.
+    is_layer = (product, 0) in records.uses.products
+    # The columns of this layer, if they are followed to here; a product of two activations has none
+    # of its own.
+    projections = [p for p in value.projections if p.product.use.node == product]
     # softmax(x @ w) along the columns of w
     if any(p.layout.runs_along(axes) for p in projections):
-        records.attention.routers.add(node)
+        records.attention.routers.add(product)
     # A layer, x @ queries.T of learned queries, if the sum goes over x. Or no layer: queries times
     # frozen keys, learned queries in a product that is left to names, or queries times keys, which
-    # are a candidate already. Left out is a layer whose projection was lost: where its columns lie
-    # is not known.
+    # are a candidate already. Left out is a layer whose projection was lost: the sum may go along
+    # its columns.
     elif projections or not is_layer:
-        records.attention.candidates.add(node)
+        records.attention.candidates.add(product)
 
 
 def _reduced_views(value: Value, axes: Sequence[int]) -> tuple[ParameterView, ...]:
