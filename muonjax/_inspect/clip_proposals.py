@@ -239,8 +239,9 @@ class _Side(NamedTuple):
         positions = np.zeros([1] * (1 + len(layout.shape)), int)
         for run in runs:
             positions = positions * shape[run.axis] + run.positions
-        # Now a row for each head: the axes of heads first, as [8, 1, 1, 1, 16], and then [8, 16],
-        # perhaps with holes. `_places` says where heads begin and end, as fields of `Scale`.
+        # Now a row for each head: the axes of heads, in `positions` one behind that of the terms,
+        # come first, [8, 1, 1, 1, 16], and all others are flattened, [8, 16], perhaps with holes.
+        # `_places` says where heads begin and end, as fields of `Scale`.
         first = [1 + axis for axis in heads]
         positions = np.moveaxis(positions, first, range(len(heads)))
         count = math.prod(positions.shape[: len(heads)])

@@ -291,12 +291,11 @@ def merged(layouts: tuple[Layout, ...]) -> Layout:
         # q + q[::-1], those of all heads.
         if len({run for run, _ in parts}) > 1:
             run = _sum_of(axis, parts)
-            # Entries of one part may be sums of more terms (`shape[0]` of its run) than those of
-            # another. After a concatenation of x[:1] and a rotation of x[1:] the first token has
-            # one position for each entry, and all others, sums of two features, have two: tokens
-            # would look like heads, which have columns of their own. So along each axis k on which
-            # the parts are put together, here that of tokens, one entry is left, with the positions
-            # of all. Holes (`runs[0]`) differ along such axes.
+            # Entries of one part may be sums of more terms, `shape[0]`, than those of another. If a
+            # rotation of x[1:] is put behind x[:1], the entries of the first token have one
+            # position, and all others, sums of two features, have two: tokens would look like
+            # heads, which have columns of their own. So along the axes on which parts are put
+            # together, where their holes (`runs[0]`) differ, each entry gets the positions of all.
             if len({run.shape[0] for run, _ in parts}) > 1:
                 for k in frozenset().union(*(x.runs[0].varying for x in layouts)):
                     run = _added_up(run, k)

@@ -276,7 +276,7 @@ def _numbers_per_head(
             # The columns that have these heads, such as 0 to 127, the queries, of 384; without a
             # mask all of the axis. In these a head begins every `stride` columns.
             mask = dict(region).get(cut.axis, b"\1" * shape[cut.axis])
-            columns = np.flatnonzero(np.frombuffer(mask, bool))
-            edges.update(range(columns[0], columns[-1] + 1, run.stride))
+            with_heads = np.flatnonzero(np.frombuffer(mask, bool))
+            edges.update(range(with_heads[0], with_heads[-1] + 1, run.stride))
     sizes = tuple(np.diff(sorted(edges)).tolist())
     return _numbers(form._replace(cut=_Cut(cut.axis, sizes)))
