@@ -337,5 +337,4 @@ def scaled_update(
     # In 16 bits f itself would be rounded, and the difference f − 1 with it.
     u, p, f = (x.astype(wide) for x in (u, p, f))
     # u' = f·u + (f − 1)·p
-    scaled = f * u + (f - 1) * p
-    return jnp.where(f == 1, u, scaled).astype(dtype)
+    return jnp.where(f == 1, u, f * u + (f - 1) * p).astype(dtype)

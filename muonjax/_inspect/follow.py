@@ -101,8 +101,7 @@ def _after_round(records: Records, carry: Node) -> Value:
     # Only the maximum of logits goes on, which an online softmax carries from block to block. What
     # the first round that has one gives stays: a body that moves it would give another layout in
     # each round, without end.
-    logits = start.logits + end.logits
-    maxima = tuple(x for x in logits if x.stage == "maximum")
+    maxima = tuple(x for x in start.logits + end.logits if x.stage == "maximum")
     return after._replace(
         depends_on=without_products | start.depends_on, logits=value.logits or maxima
     )

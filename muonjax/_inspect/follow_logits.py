@@ -127,8 +127,9 @@ def _from_softmax(
     for k in weights or operands.get("maximum", []):
         logits += operation.values[k].logits
     if weights and operation.is_scale:
-        other = operation.values[1 - weights[0]]
-        _record_normalization(operation.records, logits, other)
+        _record_normalization(
+            operation.records, logits, operation.values[1 - weights[0]]
+        )
     return tuple(dict.fromkeys(logits))
 
 
@@ -141,8 +142,9 @@ def _record_normalization(
     for x in logits:
         if divisor.exponential_of == x.product:
             repeats = divisor.axes("repeats") or x.layout.varying
-            normalized = x.layout.runs_along(repeats)
-            records.attention.normalized[x.product] |= axes_of(normalized)
+            records.attention.normalized[x.product] |= axes_of(
+                x.layout.runs_along(repeats)
+            )
 
 
 def _exponential(node: Node, value: Value) -> tuple[Logits, ...]:

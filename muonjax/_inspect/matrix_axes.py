@@ -268,15 +268,16 @@ def _numbers_per_head(
     if cut is None or cut.axis not in axes:
         cut = _Cut(min(axes), (shape[min(axes)],))
     # Where matrices begin along the axis, and its end. At first these are the parts, of sizes 2, 1,
-    # 2, 1 for (2, 1) with two repeats; the loop adds where heads begin.
+    # 2, 1 for (2, 1) with two repeats; the loop adds those of heads.
     edges = {0, *itertools.accumulate(cut.sizes * cut.repeats)}
     for run, region in heads:
         # Heads along another axis stay together.
         if run.axis == cut.axis:
             # The columns that have these heads, such as 0 to 127, the queries, of 384; without a
-            # mask all of the axis. In these a head begins every `stride` columns.
+            # mask all of the axis. In these a head begins every `stride` columns, and the last one
+            # ends after the last of them.
             mask = dict(region).get(cut.axis, b"\1" * shape[cut.axis])
             with_heads = np.flatnonzero(np.frombuffer(mask, bool))
-            edges.update(range(with_heads[0], with_heads[-1] + 1, run.stride))
+            edges.update(range(with_heads[0], with_heads[-1] + 2, run.stride))
     sizes = tuple(np.diff(sorted(edges)).tolist())
     return _numbers(form._replace(cut=_Cut(cut.axis, sizes)))

@@ -68,8 +68,8 @@ def _multiply(records: Records, node: Node, left: Operand, right: Operand) -> Va
         return entrywise(records, node, repeated)
     if left.is_parameter and right.is_parameter:
         return _of_parameters(result, left, right)
-    # Each operand with the other one. One that is made of parameters alone comes first: next to it a
-    # matrix that data are in, as w * mask, is the activation of a layer.
+    # Each operand with the other one. One that is made of parameters alone comes first: next to it
+    # a matrix that data are in, as w * mask, is the activation of a layer.
     pairs = [(left, right), (right, left)]
     if right.is_parameter:
         pairs.reverse()
@@ -404,8 +404,7 @@ def _record_mixture(records: Records, node: Node, operand: Operand) -> None:
         # Without batch axes, and with columns along all free axes, no axis counts examples: the
         # result is a kernel. In x @ (w + (y @ g).reshape(d, d)) this takes w out of the biases of
         # y @ g.
-        is_kernel = not operand.batch and layout.varying.issuperset(operand.free)
-        if summed and is_kernel:
+        if summed and not operand.batch and layout.varying.issuperset(operand.free):
             records.uses.biases -= {bias.leaf for bias in projection.biases}
 
 

@@ -138,8 +138,7 @@ class Records:
         shape = self.graph.shape(array)
         # A scalar that the function closes over, `alpha = jnp.float32(0.5)`, is a number of the
         # program, as 0.5 is; an index is not.
-        is_constant = array in self.graph.constants
-        if is_constant and not shape and self.graph.is_float(array):
+        if array in self.graph.constants and not shape and self.graph.is_float(array):
             return Value()
         return Value(DATA, facts=(AxisFact("input", whole(shape)),))
 

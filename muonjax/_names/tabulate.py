@@ -87,8 +87,9 @@ def tabulate(
         share = 100 * count / max(1, num_parameters.total())
         lines.append(f"{optimizer}: {count:,} parameters ({share:.1f} %)")
     # A `Program` knows what it lacks.
-    skipped = getattr(dimension_numbers, "skipped", lambda arrays: "")
-    lines.append(skipped(arrays))
+    skipped = getattr(dimension_numbers, "skipped", None)
+    if skipped:
+        lines.append(skipped(arrays))
     return "\n".join(line.rstrip() for line in lines if line)
 
 

@@ -180,6 +180,22 @@ def an_online_softmax(p, x):
     return loss_of(p, y), logits
 
 
+@attention(
+    sites=ELSE,
+    w=((D, 2 * D), "0 | 1; 0 | 1 / 6, 6, 6, 6, 24 of 1"),
+    more=((2 * D, D), "head"),
+    **dict.fromkeys("kvo", (D, D)),
+)
+def queries_in_a_part_of_a_layer(p, x):
+    """The other columns belong to no head, with a matrix for each."""
+    y = x @ p["w"]
+    k, v = projected(p, x, "kv")
+    logits = logits_of(heads(y[..., :D]), k)
+    return loss_of(p, mixed(jax.nn.softmax(logits), v)) + jnp.mean(
+        (jnp.tanh(y) @ p["more"]) ** 2
+    ), logits
+
+
 def over_heads(shares, p):
     return jnp.einsum("bhqk,hg->bgqk", shares, p["mix"])
 
