@@ -48,13 +48,14 @@ def after(operation: Operation) -> tuple[Logits, ...]:
     operands = grouped((v.logits[0].stage, k) for k, v in enumerate(values) if v.logits)
     if "logits" not in operands:
         return _from_softmax(operation, operands)
-    # The logits of the first such operand go on; those of another one only where a sum adds them.
-    # All others end, such as those of a softmax whose weights are added here:
-    # `clippable_attention` refuses an attention whose logits end before its values.
+    # The logits of the first such operand go on, and those of a second one only where a sum adds
+    # them (`_added`). Weights or a maximum in another operand end here: `clippable_attention`
+    # refuses an attention whose logits end before its values.
     at = operands["logits"][0]
     value = values[at]
-    # The exponential of a softmax, or the sigmoid that some attentions have in its place. An
-    # attention with an exponential of another base, 2 ** x, is refused.
+    # The exponential of a softmax, or the sigmoid that some attentions have in its place. 2 ** x
+    # makes no weights: it goes on as logits, below, and as no weights reach the values, the
+    # attention is refused there (`Records.record_weights`).
     if node.name in ("exp", "logistic"):
         return _exponential(node, value)
     # A choice counts as a sum too (`is_sum`), so it is asked for first.
@@ -64,10 +65,11 @@ def after(operation: Operation) -> tuple[Logits, ...]:
     if operation.is_sum:
         return _added(operation, at)
     # Times a number below zero, what a mask hides, -1e9, would become the largest logits: masked
-    # logits end there.
+    # logits end there, and times data, whose sign is not known.
     if value.logits[0].is_masked and not _is_positive_scale(operation):
         return ()
-    # All else, such as a scale or a tanh: the certificate says whether the clip may pass it.
+    # All else, such as a scale or a tanh. `through` ends logits to which a bias was added, or from
+    # which their maximum was subtracted; of others the certificate says whether the clip may pass.
     return through(node, value)
 
 

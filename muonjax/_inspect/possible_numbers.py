@@ -44,8 +44,8 @@ def numbers_in(graph: Graph, value: int) -> np.ndarray | None:
     if value in graph.possible_numbers:
         return graph.possible_numbers[value]
     node = graph.maker(value)
-    # `known` has what the program computes from constants alone, `constants` each array that it
-    # closes over.
+    # `known` has literals, and what simple operations make of constants; `constants` has each array
+    # that the program closes over.
     constant = graph.known.get(value, graph.constants.get(value))
     numbers = None
     if constant is not None:

@@ -300,22 +300,24 @@ def _recorded_projections(
 
 
 def _sums_over_experts(records: Records, activation: Operand) -> bool:
-    """Whether a product sums over experts and their features:
-    the activation was gated along some of the axes.
+    """Whether a product sums over experts and their features: the activation was gated along some
+    of the axes. Such a product is left to names, as its experts would be taken for rows.
 
     In sum_{e, f} gate[b, e] h[b, e, f] w[e, f, d] the axis 0 of w counts matrices, and no rows. The
-    gate has made e a batch of the product that gave h (`Product.batches`). If the activation is
-    made of a router's weights, softmax(x @ r) along the columns of r, they may be such a gate.
+    gate has put the columns e into the `batches` of the product that gave h, and its `experts` are
+    those that count no heads. If the activation is made of a router's weights, softmax(x @ r) along
+    the columns of r, they may be such a gate.
     """
     long = [axis for axis in activation.summed if activation.shape[axis] > 1]
-    # `exponential_of` is the number of the product x @ r, or -1, which is no router's.
+    # gate * h keeps the `exponential_of` of its gate: the number of the product x @ r, or -1, which
+    # is no router's.
     is_of_router = activation.value.exponential_of in records.attention.routers
     # One axis alone, as in gate[b, e] w[e, d], is not experts and features together.
     if is_of_router and len(long) > 1:
         return True
     for projection in activation.value.projections:
-        # Heads are not experts: an output projection sums over heads and their features,
-        # and both are rows.
+        # The columns of the earlier kernel that this product sums over. Heads are not experts: an
+        # output projection sums over heads and their features, and both are rows.
         summed = projection.layout.runs_along(activation.summed)
         if not projection.product.experts.isdisjoint(summed):
             return True

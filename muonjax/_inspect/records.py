@@ -59,20 +59,21 @@ class AttentionRecords:
     """
 
     def __init__(self) -> None:
-        # Most of these are by product, as queries @ keys.T: the number of its operation
-        # (`Node.index`) is the key of a dictionary, or in a set. The exceptions are `calls`, by the
-        # number of a call, and `value_parts`, by layer.
+        # The key of most dictionaries, and what the sets hold, is the number (`Node.index`) of the
+        # operation queries @ keys.T, "the product" below. The exceptions are `calls`, by the number
+        # of a call, and `value_parts`, by layer.
 
         # The left and the right operand of the product. Which one is the queries is found later,
         # by the axes that count keys (`Operand.is_query`), which `softmaxes` has.
         self.operands: dict[int, tuple[Operand, Operand]] = {}
-        # A pair for each product weights @ values to which its logits were followed: the logits
-        # that softmax takes, and the axes of the result of queries @ keys.T that count keys.
+        # For each product a list with a pair for each weights @ values to which its logits were
+        # followed: the logits that softmax takes, and the axes of queries @ keys.T that count keys.
         self.softmaxes: dict[int, list[tuple[Logits, frozenset[int]]]] = defaultdict(
             list
         )
-        # An operation that multiplies exponentials of the product by an array, perhaps values,
-        # where the logits were lost before. It may be an attention, which is listed and refused.
+        # From the product to an operation that multiplies exponentials of it by an array, perhaps
+        # values, where the logits were lost before. It may be an attention, which is listed and
+        # refused.
         self.other_readers: dict[int, int] = {}
         # Products whose exponentials may be the weights of an attention, so that `record_weights`
         # notes their other readers. A product of two activations is here at once, one by learned

@@ -9,8 +9,8 @@ import optax
 def scale_by_learning_rate(
     learning_rate: optax.ScalarOrSchedule,
 ) -> optax.GradientTransformation:
-    """`optax.scale_by_learning_rate`, with the same updates;
-    of a schedule the state keeps the last rate.
+    """`optax.scale_by_learning_rate`, with the same updates.
+    For a schedule the state keeps the last rate.
 
     The state is then that of `optax.inject_hyperparams`. Its `hyperparams["learning_rate"]` is a
     float; before the first update, the rate that it will have.
