@@ -83,9 +83,11 @@ def signal_clip(
 
 
 def _check_powers(site: Site) -> None:
-    """Raise unless the powers of γ of the site's factors sum to 1, so that γ scales their product.
+    """Raise unless the powers of γ that the user gave the site's factors sum to 1, so that γ scales
+    their product, the signal.
 
-    A signal x·W·V with the power 0.5 for W and for V is scaled by exactly γ^0.5·γ^0.5 = γ.
+    x·W·V with the power 0.5 for W and for V is scaled by exactly γ^0.5·γ^0.5 = γ. `qk_clip` sets
+    the powers itself, and does not call this.
     """
     # A pair for each factor. A kernel and its bias are added: they belong to one factor, which has
     # one power. A factor in two pairs has two.
@@ -93,6 +95,7 @@ def _check_powers(site: Site) -> None:
     total = sum(power for _, power in powers)
     has_one_power_each = len(powers) == len({factor for factor, _ in powers})
     if not has_one_power_each or abs(total - 1) > 1e-6:
+        # `errors_of` puts "signal_clip" before the message.
         raise ValueError(
             f"(sites=Site({site.path!r})): the powers of the factors {sorted(powers)} must sum to "
             "1, and a kernel and its bias have one power."

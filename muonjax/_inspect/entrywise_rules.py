@@ -46,13 +46,15 @@ def _iota(records: Records, node: Node) -> Sequence[Value]:
 
 @rule("eq")
 def _eq(records: Records, node: Node) -> Sequence[Value]:
-    """Whether an array equals 0, 1, 2, ... along an axis: that is so at one index,
-    and the result is one hot along it.
+    """An array compared with 0, 1, 2, ... along an axis equals it at one index: the result is one
+    hot along this axis.
 
     So `(tokens[:, None] == jnp.arange(10)) @ table`, as `jax.nn.one_hot` has it, is a look-up. It
     is not checked that the array is the same along this axis, as the tokens are.
     """
+    # Each operand, repeated along the axes of the result where it has one entry
     values = spread_operands(records, node)
+    # Parameters and columns end here: the result only depends on them.
     result = dependent(values)
     facts = []
     for value in values:

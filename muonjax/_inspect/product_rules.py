@@ -657,8 +657,10 @@ def _by_kernel(
     is_followed = weights.value.is_weight or weights.kernel.groups == 1
     if weights.value.views and is_followed:
         return _by_parameter(records, node, result, weights, activation)
+    # Parameters that the operands are made of (`views`) are left to names.
     records.record_views(node, node.name, values, "unknown")
-    # The kernels may be mixed for each example, sum_e r[b, e] w[e, ...]: then w is left to names.
+    # So is w where the kernel is itself the result of a product with w, and has no view of it: in
+    # sum_e r[b, e] w[e, ...] a kernel is mixed for each example.
     _record_mixture(records, node, weights)
     # A product by parameters counts as a layer also if it is not followed: what comes before it is
     # no output head.

@@ -204,11 +204,12 @@ def _pack(round_: Round, owners: Owners, stacks: Arrays) -> jax.Array:
 
 
 def _unpack(buffers: Arrays, round_: Round) -> Iterator[tuple[int, jax.Array]]:
-    """The inverse of `_pack`, from a buffer [owners, columns] of each replica: leaves,
-    each with a part of its blocks.
+    """The results for the blocks of this device, cut out of the rows that the owners sent back:
+    pairs of a leaf's number and a flat part of it. This is the inverse of `_pack`.
 
-    A leaf comes once for each owner of some of its matrices. An owner of two matrices of leaf 3,
-    in blocks [16, 64], gives (3, [2048]).
+    A block is the part of a matrix that one device stores. There is a buffer [owners, columns] for
+    each replica, with a row from each of its owners. A leaf comes once for each owner of some of
+    its matrices: an owner of two matrices of leaf 3, in blocks [16, 64], gives (3, [2048]).
     """
     for buffer, owners in zip(buffers, round_.replicas, strict=True):
         for row, owner in zip(buffer, owners, strict=True):
@@ -216,6 +217,7 @@ def _unpack(buffers: Arrays, round_: Round) -> Iterator[tuple[int, jax.Array]]:
             # is not read.
             start = 0
             for matrices in owner:
+                # The numbers of this device's blocks of these matrices
                 stop = start + matrices.size
                 yield matrices.leaf, row[start:stop]
                 start = stop

@@ -132,7 +132,7 @@ def trace(
         # so that it has no float type of its own, and the update has that of the gradient.
         if is_int8:
             return update.astype(g.dtype), *quantize(momentum)
-        # As `optax.trace` does, in the wider one of the two dtypes
+        # As in `optax.trace`, in the dtype that holds both
         update = update.astype(common_dtype(g.dtype, m.dtype))
         # M gets `dtype`, which is `accumulator_dtype`, also where a restored M has another; None
         # keeps that of M.
