@@ -30,6 +30,7 @@ def platform_of(*arrays: Any, mesh: Any = None) -> str:
     All of these are part of the key of JAX's caches: no trace for one platform is used on another.
     """
     device = _device_of(arrays, mesh)
+    # `jax.default_device` and the default backend may be the name of a platform.
     name = device if isinstance(device, str) else device.platform
     return _ALIASES.get(name, name)
 

@@ -435,12 +435,12 @@ class Certificate:
         ("scan_slice"), or of the array that they make together ("scan_stack").
 
         Inside of a scan over four layers that has the logits, with axis 1 for this loop, layers
-        take kernels [64, 8] of an array [4, 64, 8]: its table [3, 1, 4, 64, 8] becomes
-        [3, 4, 64, 8]. A stack is the reverse.
+        take kernels [64, 8] of an array [4, 64, 8]: its table [3, 1, 4, 64, 8] (the three numbers
+        of an entry, the loop, the array) becomes [3, 4, 64, 8]. A stack is the reverse.
 
         Raises:
-          NotFollowed: The iterations take different entries, and the logits are in none of them: a
-            table has no axis that could say what the clip does in each.
+          NotFollowed: The table differs from iteration to iteration, in factors or positions, and
+            no loop of the logits is this scan: a table has no axis that could say so.
         """
         # The axis of this loop in a table, along which an array outside of it has one entry. A scan
         # without logits has none: then `first` is exchanged with itself, and all axes stay.

@@ -247,8 +247,8 @@ def _numbers_per_head(
     """
     axes = axes_of(run for run, _ in heads)
     # Axes along which each position is another head, as axis 1 of [64, 8, 16]: these lose their
-    # columns, and heads that divide another axis stay together. Heads at uneven distances, which
-    # have the stride 1 too, are taken for such.
+    # columns, and heads that divide another axis stay together. Heads at uneven distances
+    # have the stride 1 too (`Run.stride`), and are treated the same.
     counting = axes_of(run for run, _ in heads if run.stride == 1)
     cut = form.cut
     if counting:

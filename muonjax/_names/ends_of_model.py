@@ -204,9 +204,9 @@ class _Layers:
         self._scopes: dict[str, set[Words]] = defaultdict(set)
         for p in parameters:
             self._scopes[self._kind(p)].add(p.scope)
-            # An entry for each layer, also for a norm or an output head: a name such as `out` shows
-            # that another layer is not the end of the module (`_output_head`). Only kernels of
-            # dense layers and of convolutions add a number.
+            # Each layer has an entry, also a norm, even one without numbers: `_output_head` reads
+            # the names, and in a module with a layer `out` no other layer counts as its last. Only
+            # what may be a kernel of a dense layer or a convolution adds a number (`_is_layer`).
             numbers = self.numbers[p.scope].setdefault(stem(p.layer), [])
             if p.rank > 1 and _is_layer(p):
                 numbers.append(_numbers_of(p))

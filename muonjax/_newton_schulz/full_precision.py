@@ -123,10 +123,11 @@ def _composed(
     """Q with p_k(...p_1(X)) = Q X for the polynomials of all rows, from R = X X^H,
     and R^2 if that is already made.
 
-    No eigenvalue of R is above 1, up to rounding; there is at least one row.
+    No eigenvalue of R is above 1, up to rounding. The rows are those between two restarts: one in
+    the standard form, mostly all in the Gram form.
     """
-    # a I is added by a mask of the diagonal. It is equal in all passes of the loop over a stack, so
-    # XLA would make an m x m matrix a I for each row before that loop, and keep it.
+    # a I is added by a mask of the diagonal. It is equal in all passes of the loop over the
+    # matrices of a stack: XLA would make an m x m matrix a I for each row before it, and keep it.
     diagonal = on_diagonal(r)
     q: Any = None
     p: Any = None
