@@ -71,8 +71,9 @@ class LoHa(nn.Module):
             initializer = functools.partial(shared.initial, name)
             factors.append(self.param(name, initializer, shape, self.param_dtype))
         # A parameter, so that a checkpoint of the adapter is complete; but it does not train.
-        scale = self.param(shared.SCALE, lambda _: jnp.float32(self.scale))
-        scale = lax.stop_gradient(scale)
+        scale = lax.stop_gradient(
+            self.param(shared.SCALE, lambda _: jnp.float32(self.scale))
+        )
         return shared.multiply(function, lhs, rhs, factors, scale, *args, **settings)
 
 

@@ -214,9 +214,11 @@ class Certificate:
             self.pending.remove(operation)
             node = graph.nodes[operation]
             # Results that are thrown away may change. So may x - maximum(x) of logits x, as
-            # softmax(x - c) = softmax(x). The clip comes to it by the maximum alone, where
-            # `jax.nn.softmax` masks the logits once more before it takes the maximum.
-            if operation not in graph.live or self._is_in_softmax(node):
+            # softmax(x - c) = softmax(x): the clip comes to it where `jax.nn.softmax` masks the
+            # logits once more before it takes the maximum. `_check_readers` has refused logits from
+            # which anything else is subtracted.
+            is_shift = node.name == "sub" and node.inputs[0] in self.logits
+            if is_shift or operation not in graph.live:
                 continue
             # `_followed` refuses an operation with several results.
             try:
@@ -248,17 +250,6 @@ class Certificate:
         # next to an array has [3, *loops].
         missing = self.first + rank - table.ndim
         return table.reshape(*table.shape, *[1] * missing)
-
-    def _is_in_softmax(self, node: Node) -> bool:
-        """Whether it subtracts from the logits their maximum, one number per query.
-
-        The clip changes the maximum where `jax.nn.softmax` masks the logits once more for it
-        (`where`).
-        """
-        if node.name != "sub" or node.inputs[0] not in self.logits:
-            return False
-        subtracted = self.records.values[node.inputs[1]]
-        return any(x.stage == "maximum" for x in subtracted.logits)
 
     def _followed(self, node: Node) -> Table:
         """The table of the result of an operation.

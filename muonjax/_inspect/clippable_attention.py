@@ -83,8 +83,8 @@ def _calls(records: Records) -> Iterator[Call]:
     # or hide one.
     i = records.unlisted
     if i >= 0:
-        problem = f"{records.nodes[i].name} is not followed, and may hide an attention"
-        yield Call(i, problem=problem)
+        name = records.nodes[i].name
+        yield Call(i, problem=f"{name} is not followed, and may hide an attention")
 
 
 def _not_followed(records: Records, product: int, reader: int) -> Call:
@@ -190,8 +190,10 @@ def _check_readers(records: Records, product: int) -> None:
                 if not any(x.product == product for x in values[result].logits):
                     raise Refused(_why_not_alone(records, i))
                 # After an exponential come softmax's weights, which change as the clip wants it.
-                is_weights = node.name in follow_logits.EXPONENTIALS
-                if not is_weights and result not in followed:
+                if (
+                    node.name not in follow_logits.EXPONENTIALS
+                    and result not in followed
+                ):
                     followed.append(result)
 
 

@@ -207,8 +207,12 @@ class _Decider:
             return self._adam("last product", first, by_names=True)
         # The first layer of a vision transformer, a convolution or a product with a reshaped image.
         # A product with windows of features, as where a later layer halves the image, is a layer as
-        # any other.
-        if all(self._cuts_patches(use) for use in matrices):
+        # any other: its activation depends on earlier products.
+        values = self.records.values
+        if all(
+            use.kernel.is_patch and values[use.activation].depends_on < OF_PRODUCTS
+            for use in matrices
+        ):
             return self._adam(
                 "an embedding of patches, windows that do not overlap", first
             )
@@ -237,13 +241,6 @@ class _Decider:
             if unknown is not None:
                 return self._left_to_names(self.graph.nodes[unknown].name, unknown)
         return self._adam("an output head, as no product follows it", products[0].node)
-
-    def _cuts_patches(self, use: Use) -> bool:
-        """Whether a product takes windows of the model's input, and not of features."""
-        return (
-            use.kernel.is_patch
-            and self.records.values[use.activation].depends_on < OF_PRODUCTS
-        )
 
     def _is_table(self, uses: list[Use]) -> bool:
         """Whether all that the products multiply is numbers of the program.

@@ -54,7 +54,7 @@ def _follow_loop(records: Records, first: range, body: range) -> None:
 
     At first each carried value depends on what enters the loop; after a round also on what the body
     gives. Which columns are where is not carried on: `_after_round` records them as parts. Only the
-    maximum of logits is, for an online softmax.
+    maximum of logits and the sum of softmax's weights are, for an online softmax.
     """
     graph = records.graph
     values = records.values
@@ -98,13 +98,13 @@ def _after_round(records: Records, carry: Node) -> Value:
     # bit, h would be taken for a statistic of this x @ w, as in a norm, which mixes its columns.
     # So only the bits of products before the loop stay.
     without_products = after.depends_on & (OF_PRODUCTS - 1)
-    # Only the maximum of logits goes on, which an online softmax carries from block to block. What
-    # the first round that has one gives stays: a body that moves it would give another layout in
-    # each round, without end.
-    maxima = tuple(x for x in start.logits + end.logits if x.stage == "maximum")
-    return after._replace(
-        depends_on=without_products | start.depends_on, logits=value.logits or maxima
+    # Only the maximum of logits and the sum of softmax's weights go on, which an online softmax
+    # carries from block to block. What the first round that has one gives stays: a body that moves
+    # it would give another layout in each round, without end.
+    logits = value.logits or tuple(
+        x for x in start.logits + end.logits if x.stage in ("maximum", "sum")
     )
+    return after._replace(depends_on=without_products | start.depends_on, logits=logits)
 
 
 def _apply(records: Records, node: Node) -> None:

@@ -45,7 +45,7 @@ def after(operation: Operation) -> tuple[Logits, ...]:
     values = operation.values
     # Which operands, counted from 0, by how far their logits have come, such as
     # {"logits": [0], "maximum": [1]} for x - largest. All logits of one array are at one stage.
-    operands = grouped((v.logits[0].stage, k) for k, v in enumerate(values) if v.logits)
+    operands = grouped((v.stage, k) for k, v in enumerate(values))
     if "logits" not in operands:
         return _from_softmax(operation, operands)
     # The logits of the first such operand go on, and those of a second one only where a sum adds
@@ -111,9 +111,11 @@ def through(node: Node, value: Value) -> tuple[Logits, ...]:
 def _from_softmax(
     operation: Operation, operands: dict[str, list[int]]
 ) -> tuple[Logits, ...]:
-    """The logits of a result that is made of softmax's weights, or of a maximum over keys.
+    """The logits of a result that is made of softmax's weights, of their sum, or of a maximum over
+    keys.
 
-    `operands` says which operands, counted from 0, are "weights", and which are a "maximum".
+    `operands` says which operands, counted from 0, are "weights", which are a "sum" of weights, and
+    which a "maximum".
 
     Weights divided by their sum are weights, and so is a difference of two softmaxes, as in
     differential attention, which has the logits of both. A power or an exponential of weights, or
@@ -125,28 +127,48 @@ def _from_softmax(
     if weights and (is_product or operation.node.name in _POWERS):
         return ()
     logits = []
-    # A maximum is one number for each query: next to weights it only scales them.
-    for k in weights or operands.get("maximum", []):
+    # A sum or a maximum is one number for each query: next to weights it only scales them.
+    for k in weights or operands.get("sum") or operands.get("maximum", []):
         logits += operation.values[k].logits
     if weights and operation.is_scale:
-        _record_normalization(
-            operation.records, logits, operation.values[1 - weights[0]]
-        )
+        divisor = operation.values[1 - weights[0]]
+        for x in logits:
+            _record_normalization(operation.records, x, divisor)
     return tuple(dict.fromkeys(logits))
 
 
-def _record_normalization(
-    records: Records, logits: Iterable[Logits], divisor: Value
-) -> None:
-    """Records over which axes softmax normalizes its weights, if `divisor` is made of exponentials
-    of the same logits, as their sum is: the axes along which it repeats, or all if it is not known
-    to repeat."""
-    for x in logits:
-        if divisor.exponential_of == x.product:
-            repeats = divisor.axes("repeats") or x.layout.varying
-            records.attention.normalized[x.product] |= axes_of(
-                x.layout.runs_along(repeats)
-            )
+def summed(value: Value) -> tuple[Logits, ...]:
+    """The logits of a sum of softmax's weights, or of a sum of such sums.
+    A maximum of them counts as a sum."""
+    return tuple(
+        x._replace(stage="sum") for x in value.logits if x.stage in ("weights", "sum")
+    )
+
+
+def _record_normalization(records: Records, logits: Logits, divisor: Value) -> None:
+    """Records over which axes softmax normalizes the weights of these logits, if `divisor` is made
+    of the same weights, as their sum is."""
+    product = logits.product
+    varying = logits.layout.varying
+    # For each sum of the weights in the divisor, the axes along which the sum differs.
+    kept = [
+        total.layout.varying
+        for total in divisor.logits
+        if total.product == product and total.stage == "sum"
+    ]
+    # Softmax normalizes over all other axes. If the divisor has several sums, as one for each head
+    # plus one over all heads, only an axis along which all of them differ is kept.
+    if kept:
+        normalized = varying - frozenset.intersection(*kept)
+    # A sum that was not followed, such as the last entry of a `cumsum`: the axes along which it is
+    # known to repeat, or all.
+    elif divisor.exponential_of == product:
+        normalized = divisor.axes("repeats") or varying
+    else:
+        return
+    records.attention.normalized[product] |= axes_of(
+        logits.layout.runs_along(normalized)
+    )
 
 
 def _exponential(node: Node, value: Value) -> tuple[Logits, ...]:
@@ -167,16 +189,18 @@ def _added(operation: Operation, at: int) -> tuple[Logits, ...]:
     """Logits, operand number `at`, plus or minus the only other operand: logits of other products,
     as in q1 @ k1 + q2 @ k2, the maximum of these logits, or else a mask or a bias.
 
-    Logits that none of these cases takes are left out, and their attention is refused: so is that
-    of x + tanh(x), in which both operands have logits of one product.
+    Logits that none of these cases takes are left out, and their attention is refused.
     """
     node = operation.node
     value, other = operation.values[at], operation.values[1 - at]
-    products = _products(other, "logits")
-    # From here on one array has the logits of all these products. A sign is not kept: a clip scales
-    # a difference as it scales a sum. `through` leaves out logits to which a bias was added, or
-    # from which their maximum was subtracted.
-    if products and products.isdisjoint(_products(value, "logits")):
+    products = {x.product for x in other.logits}
+    if other.stage == "logits":
+        # In x + x.mT both are of one product: these are not followed.
+        if not products.isdisjoint(x.product for x in value.logits):
+            return ()
+        # From here on one array has the logits of all these products. A sign is not kept: a clip
+        # scales a difference as it scales a sum. `through` leaves out logits to which a bias was
+        # added, or from which their maximum was subtracted.
         return through(node, value._replace(logits=(*value.logits, *other.logits)))
     # In mask - logits the largest ones are the least of these logits.
     if node.name == "sub" and at == 1:
@@ -184,7 +208,7 @@ def _added(operation: Operation, at: int) -> tuple[Logits, ...]:
     logits = []
     for x in value.logits:
         # Its maximum, or the logarithm of a sum of its exponentials
-        if x.product in (other.exponential_of, *_products(other, "maximum")):
+        if x.product in (other.exponential_of, *products):
             # Softmax may subtract any number that is the same for all keys, such as the maximum
             # [batch, head, query, 1]. Its fact "repeats" has the axes along which it differs, here
             # all but that of the keys; one without this fact may differ along all, which
@@ -193,7 +217,7 @@ def _added(operation: Operation, at: int) -> tuple[Logits, ...]:
             shifts = [fact for fact in other.facts if fact.what == "repeats"]
             logits.append(x._replace(shifts=(*x.shifts, *shifts)))
             # exp(x - logsumexp(x)) has divided by a sum already.
-            _record_normalization(operation.records, [x], other)
+            _record_normalization(operation.records, x, other)
         # A mask or a bias may be added before the maximum is subtracted, and not after it: the
         # largest logits are measured before. Nor may it depend on parameters, as a learned bias
         # does: then a clip may change it.
@@ -248,9 +272,3 @@ def _chosen(operation: Operation, at: int) -> tuple[Logits, ...]:
 def _may_change(values: Iterable[Value]) -> bool:
     """Whether a clip may change one of these, since it depends on parameters."""
     return any(v.depends_on & (PARAMETER | FROZEN) for v in values)
-
-
-def _products(value: Value, stage: str) -> set[int]:
-    """The products of queries and keys of which it has logits, weights,
-    or a number for each query."""
-    return {x.product for x in value.logits if x.stage == stage}

@@ -538,15 +538,19 @@ def _by_constants(
     the product sums over, and its logits, but for those of a softmax that ends here. If the numbers
     may be frozen keys, it has new logits.
     """
-    # softmax(q k^T) @ c, of frozen values c, sums over the keys and ends an attention: its logits
-    # do not go on. A product that sums over other axes, as one that mixes heads, ends none. Along
-    # the axes that it sums over logits keep their first entry (`aligned`): where that is wrong, the
-    # certificate refuses the clip.
+    # softmax(q k^T) @ c, of frozen values c, sums over the keys and ends an attention. Its logits
+    # go on as those of a sum: with ones in c it is one, perhaps the one that divides the weights. A
+    # product that sums over other axes, as one that mixes heads, ends none. Along the axes that it
+    # sums over logits keep their first entry (`aligned`): where that is wrong, the certificate
+    # refuses the clip.
     softmaxes = _softmaxes_of(activation)
-    logits = follow_logits.through(node, activation.aligned)
-    result = result._replace(
-        projections=activation.added_up.projections, logits=() if softmaxes else logits
+    aligned = activation.aligned
+    logits = (
+        follow_logits.summed(aligned)
+        if softmaxes
+        else follow_logits.through(node, aligned)
     )
+    result = result._replace(projections=activation.added_up.projections, logits=logits)
     is_layer = _is_frozen_layer(activation, constants)
     # `scores` names the product that a later exponential is taken to be of, perhaps a softmax. It
     # is this one in three cases, after which the result is no exponential of an older one either.

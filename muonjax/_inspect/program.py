@@ -152,20 +152,15 @@ class Program:
         }
 
     def skipped(self, params: Any) -> str:
-        """A sentence about parameters that are masked in `params` or left out,
-        and their attentions; "" for none."""
+        """A sentence about parameters that are masked in `params` or left out; "" for none."""
         there = set(_paths(params))
         missing = [path for path in self._decisions if path not in there]
         if not missing:
             return ""
-        unclipped = []
-        for attention in self.attentions:
-            site = attention.site
-            # Without one of its parameters an attention is not clipped.
-            if site and any(scale.path in missing for scale in site.scales):
-                unclipped.append(attention.name)
-        clips = f"; not clipped: {listed(unclipped, ', ')}" if unclipped else ""
-        return f"Not among these parameters: {listed(missing, ', ')}{clips}."
+        return (
+            "Not among these parameters, so that no attention of theirs is clipped: "
+            f"{listed(missing, ', ')}."
+        )
 
     def why(self, path: str) -> str:
         """The reason for the decision on one parameter, with the file and line of its use.

@@ -152,9 +152,9 @@ class Records:
     ) -> Operand:
         """Operand number `k` of a product, without its `sources`."""
         array = node.inputs[k]
-        shape = self.shape(array)
-        product_shape = self.shape(node.outputs[0])
-        return Operand(self.values[array], array, shape, product_shape, summed, batch)
+        product = node.outputs[0]
+        shapes = self.shape(array), self.shape(product)
+        return Operand(self.values[array], array, *shapes, summed, batch)
 
     # What the rules record.
 

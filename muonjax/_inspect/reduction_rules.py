@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from muonjax._inspect import follow_logits
 from muonjax._inspect.graph import Node
 from muonjax._inspect.layouts import NotFollowed, other_axes
 from muonjax._inspect.records import Records
@@ -11,16 +12,16 @@ from muonjax._inspect.values import ParameterView, Value, dependent, is_match
 
 @rule("reduce_max argmax reduce_min argmin reduce_and reduce_or reduce_prod")
 def _reduce(records: Records, node: Node) -> Sequence[Value]:
-    """A maximum and the like: nothing is followed further but the maximum of logits,
-    which softmax subtracts."""
+    """A maximum and the like: nothing is followed further but the maximum of logits, which softmax
+    subtracts, and that of softmax's weights, which may divide them as their sum does."""
     (value,) = records.inputs(node)
     records.record_reduced(value.projections, node.params["axes"])
-    result = dependent([value])
+    logits = follow_logits.summed(value)
     if node.name == "reduce_max":
-        largest = tuple(
+        logits += tuple(
             x._replace(stage="maximum") for x in value.logits if x.stage == "logits"
         )
-        result = result._replace(logits=largest)
+    result = dependent([value])._replace(logits=logits)
     return [_without_axes(records, node, result)]
 
 
@@ -49,13 +50,13 @@ def _reduce_sum(records: Records, node: Node) -> Sequence[Value]:
             # It ends here, as in a norm, which adds up squares. The columns that are added up are
             # recorded, as one part or as groups that are mixed each for itself.
             records.record_reduced([projection], axes)
-    # Parameters go on with the axes that are left; one without any ends here, as in a penalty. A
-    # sum of logits, or of softmax's weights, is neither, so its logits end too. `_without_axes`
-    # takes the axes away from what goes on.
+    # Parameters go on with the axes that are left; one without any ends here, as in a penalty.
+    # Logits end too, as their sum is no logit. The sum of softmax's weights goes on, as it may
+    # divide them. `_without_axes` takes the axes away from what goes on.
     result = value._replace(
         views=_reduced_views(value, axes),
         projections=tuple(linear),
-        logits=(),
+        logits=follow_logits.summed(value),
     )
     return [_without_axes(records, node, result)]
 

@@ -74,8 +74,7 @@ def unknown(records: Records, node: Node) -> Sequence[Value]:
         # Perhaps queries, keys and values, as of a fused kernel. `clippable_attention` lists the
         # call, and refuses to clip these parameters.
         if takes_three:
-            views = tuple(projection.view for projection in projections)
-            records.attention.calls[node.index] = views
+            records.attention.calls[node.index] = tuple(x.view for x in projections)
             # A matrix before the call is no output head: attention multiplies what it gives.
             records.layers.add(node.index)
     # Its rule did not handle its settings, or it has none: then all is left to names in any case.

@@ -161,7 +161,9 @@ class Logits(NamedTuple):
 
     product: int  # the operation
     layout: Layout  # the axes as axes of the product's result
-    # "weights": after the exponential. "maximum": one number for each query.
+    # "weights": after the exponential. One number for each query, or for each of several axes, is a
+    # "maximum" of the logits, or a "sum" of the weights, or of sums; the largest weight counts as
+    # their sum.
     stage: str = "logits"
     # The array of the logits so far: in the end what enters softmax, scaled and masked.
     value: int = -1
@@ -219,6 +221,11 @@ class Value(NamedTuple):
         if depends_on & PARAMETER:
             depends_on = (depends_on - PARAMETER) | FROZEN
         return Value(depends_on, logits=self.logits, facts=self.facts)
+
+    @property
+    def stage(self) -> str:
+        """That of its logits, which all have the same; "" if it has none."""
+        return self.logits[0].stage if self.logits else ""
 
     def map(self, move: Move) -> Value:
         """After an operation that only moves entries."""

@@ -137,10 +137,9 @@ def hyperball(
         radii = pieces.of_state(state.rms, shapes)
         steps = []
         new_radii = []
-        matrices = zip(
+        for piece, u, w, radius in zip(
             pieces, pieces.of(updates), pieces.of(params), radii, strict=True
-        )
-        for piece, u, w, radius in matrices:
+        ):
             step, radius = _step(u, w, radius, piece.view, minus_eta)
             steps.append(step)
             new_radii.append(radius)

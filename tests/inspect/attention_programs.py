@@ -133,6 +133,9 @@ def sum_of_heads(e):
     return z[:, None]
 
 
+ONES = np.ones((T, T), np.float32)
+
+
 def running_maxima(logits, moved=lambda m: m):
     """The largest logits of each query, as a loop carries them, and those that it had before."""
     start = jnp.zeros((B, H, T))
@@ -154,8 +157,24 @@ spelled(
 )
 spelled("divided_by_the_largest_of_all_heads", OF_ALL,
         softmax=divided_by(lambda e: e.max((1, 3), keepdims=True)))  # fmt: skip
+spelled("divided_by_a_sum_without_gradient", OF_ALL,
+        softmax=divided_by(lambda e: lax.stop_gradient(e.sum((1, 3), keepdims=True))))  # fmt: skip
+spelled("divided_by_products_with_ones", OF_ALL,
+        softmax=divided_by(lambda e: jnp.einsum("bhqk,h->bqk", e @ ONES[:, :1], ONES[0, :H])[:, None]))  # fmt: skip
+spelled("divided_by_the_sum_of_a_head_plus_that_of_all", OF_ALL,
+        softmax=divided_by(lambda e: e.sum(3, keepdims=True) + e.sum((1, 3), keepdims=True)))  # fmt: skip
+spelled("divided_by_a_sum_of_each_head_that_is_repeated_first",
+        softmax=divided_by(lambda e: jnp.broadcast_to(e.sum(3, keepdims=True), e.shape) + 1e-9))  # fmt: skip
 spelled("the_logarithm_of_a_sum_subtracted", OF_ALL,
         softmax=lambda x, p: jnp.exp(x - jax.nn.logsumexp(x, (1, 3), keepdims=True)))  # fmt: skip
+
+
+@program(X, sites=(OF_ALL, "several softmaxes"), **QKVO | dict.fromkeys("rs", (D, D)))
+def divided_by_the_sum_of_two_attentions(p, x):
+    q, k, v, r, s = projected(p, x, "qkvrs")
+    e, f = jnp.exp(logits_of(q, k)), jnp.exp(logits_of(r, s))
+    total = (e + f).sum((1, 3), keepdims=True)
+    return loss_of(p, mixed(e / total, v) + mixed(f / total, v))
 
 
 @attention(sites=1, **QKVO)

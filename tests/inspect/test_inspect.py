@@ -142,7 +142,7 @@ def test_parts_of_a_model_train_with_the_program_of_all_of_it():
     ):
         last = muonjax.tabulate(part, program).splitlines()[-1]
         assert re.fullmatch(
-            r"Not among these parameters: .*below/q.*; not clipped: below\.", last
+            r"Not among these parameters, so that no attention .*: .*below/q.*\.", last
         )
     assert "Not among" not in muonjax.tabulate(params, program)
 
