@@ -112,8 +112,7 @@ def _scaled_keys(
     all other keys, which are shared: the queries take all of γ in these.
 
     The keys of latent attention, 128 features of each head and then 64 that all heads share, give
-    the scales of the former and [range(128, 192)]. If no keys have these heads, or none come
-    from a parameter that trains, it is [] and all features, [_ALL].
+    the scales of the former and [range(128, 192)].
 
     `heads`: how many the queries have, and the axes that count layers, as `_heads_of` gives them.
     """
@@ -132,7 +131,7 @@ def _scaled_keys(
             scaled += spans
         else:
             shared.append(keys.features(projection))
-    return scaled, shared if scaled else [_ALL]
+    return scaled, shared
 
 
 class _Side(NamedTuple):
@@ -165,7 +164,7 @@ class _Side(NamedTuple):
         """Which features of the operand a projection fills,
         if it was concatenated with others along these."""
         axes, layout = self.operand.summed, projection.layout
-        if len(axes) > 1 or not layout.is_placed(axes):
+        if not layout.is_placed(axes):
             return _ALL
         there = np.argwhere(~layout.holes)[:, axes[0]]
         return range(int(there.min()), int(there.max()) + 1)

@@ -73,12 +73,10 @@ def _calls(records: Records) -> Iterator[Call]:
         call = str(node.params.get("name") or node.name)
         why = f"{call!r} is a call whose logits can't be seen; measure them with muonjax.max_logits"
         yield Call(i, views, problem=why)
-    # Products whose exponentials the operation `reader` multiplies by something, perhaps values,
-    # and that were not followed to a softmax. One that was followed to a softmax too is above, and
-    # `_call` refuses it.
+    # Products whose exponentials the operation `reader` multiplies by something, perhaps values.
+    # One that was followed to a softmax too is above already, and `_call` refuses it.
     for product, reader in attention.other_readers.items():
-        if product not in attention.softmaxes:
-            yield _not_followed(records, product, reader)
+        yield _not_followed(records, product, reader)
     # An operation without a rule, the last one if there are several: it may be an attention,
     # or hide one.
     i = records.unlisted

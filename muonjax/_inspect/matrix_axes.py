@@ -241,14 +241,14 @@ def _numbers_per_head(
     Args:
       form: The matrices of the parameter.
       shape: Its shape.
-      heads: Where its columns count heads: the run from head to head, along axis 1 of [64, 8, 16],
-        or in steps of 16 along axis 1 of [64, 128]; and the region that has these heads,
-        as (axis, mask of its positions) pairs.
+      heads: Where its columns count heads, at least once: the run from head to head, along axis 1
+        of [64, 8, 16], or in steps of 16 along axis 1 of [64, 128]; and the region that has these
+        heads, as (axis, mask of its positions) pairs.
     """
     axes = axes_of(run for run, _ in heads)
     # Axes along which each position is another head, as axis 1 of [64, 8, 16]: these lose their
-    # columns, and heads that divide another axis stay together. Heads at uneven distances
-    # have the stride 1 too (`Run.stride`), and are treated the same.
+    # columns, and heads that divide another axis stay together. Heads at uneven distances, as the
+    # queries of q q k v q q k v, have the stride 1 too (`Run.stride`), and are treated the same.
     counting = axes_of(run for run, _ in heads if run.stride == 1)
     cut = form.cut
     if counting:
@@ -275,7 +275,8 @@ def _numbers_per_head(
         if run.axis == cut.axis:
             # The columns that have these heads, such as 0 to 127, the queries, of 384; without a
             # mask all of the axis. In these a head begins every `stride` columns, and the last one
-            # ends after the last of them.
+            # ends after the last of them. (In a region with gaps, as of queries in q k v q k v, the
+            # stride goes from one q to the next, where the parts begin too.)
             mask = dict(region).get(cut.axis, b"\1" * shape[cut.axis])
             with_heads = np.flatnonzero(np.frombuffer(mask, bool))
             edges.update(range(with_heads[0], with_heads[-1] + 2, run.stride))

@@ -152,8 +152,9 @@ def _bound_with_maxima(
     # `jax.shard_map` makes the new equation, with all of its parameters.
     if name == "shard_map":
         return _shard_map(eqn, bodies[0], inside, operands)
-    # Others are bound with bodies that return the maxima after their other results. `with_bodies`
-    # also adds what a `jit` says of each output, such as its sharding, for `count` more.
+    # Others, such as a `jit`, a scan or a `cond`, are bound with bodies that return the maxima
+    # after their other results. (In a `while` no logits are measured.) `with_bodies` also adds what
+    # a `jit` says of each output, such as its sharding, for `count` more.
     new = _with_all_maxima(bodies, steps, inside)
     outputs = bound(eqn, operands, **jax_versions.with_bodies(eqn, new, count))
     # A scan stacks the maxima of its iterations. Where the iterations are layers, they are kept;

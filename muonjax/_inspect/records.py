@@ -86,8 +86,8 @@ class AttentionRecords:
         # The axes of the product over which a softmax sums its exponentials, to divide them by
         # the sum: those of the keys. Heads, if it sums over them too, are scaled as one.
         self.normalized: dict[int, frozenset[int]] = defaultdict(frozenset)
-        # Products whose softmax is along columns of a parameter, as of a router or of an output
-        # head: its weights may choose experts, or entries of a codebook.
+        # Products whose softmax is along columns of a parameter, as of a router, an output head or
+        # learned keys: its weights may choose experts, or entries of a codebook.
         self.routers: set[int] = set()
         # By the number of a call with three arrays, perhaps a kernel of attention, whose logits
         # can't be seen: the parameters of the projections that it takes.

@@ -96,9 +96,9 @@ def _record_sum_of_exponentials(
     if any(p.layout.runs_along(axes) for p in projections):
         records.attention.routers.add(product)
     # A layer, x @ queries.T of learned queries, if the sum goes over x. Or no layer: queries times
-    # frozen keys, learned queries in a product that is left to names, or queries times keys, which
-    # are a candidate already. Left out is a layer whose projection was lost: the sum may go along
-    # its columns.
+    # frozen keys, x @ (queries @ w).T, whose factors are left to names, or queries times keys,
+    # which are a candidate already. Left out is a layer whose projection was lost: the sum may go
+    # along its columns.
     elif projections or not is_layer:
         records.attention.candidates.add(product)
 

@@ -73,6 +73,7 @@ def value_and_grad(
             return library.value_and_grad_of_model(
                 _with_max_logits, fun, argnums, has_aux
             )(*args, **kwargs)
+        # A model as a later argument is refused, and a leaf without a derivative, with its path.
         # Where an argument is missing, `jax.value_and_grad` says so.
         for i in jax.tree.leaves(argnums):
             if i < len(args):

@@ -1,10 +1,10 @@
 """Decide which axes of one layer's parameter are the rows and columns of its matrices.
 
 Where the name leaves several readings of a shape, the evidence is taken in this order: the bias
-(what has a bias is an output axis), the attention's other projections (they agree on d, heads and
-size), what the rest of the tree stores first (`weight` as (out, in)), and last the shape alone (two
-axes are (in, out); equal small axes before larger ones are a window). If none of them decides,
-there is no answer.
+(what has a bias is an output axis), the attention's other projections (a head is smaller than d,
+and query and output have equally many heads), what the rest of the tree stores first (`weight` as
+(out, in)), and last the shape alone (two axes are (in, out); equal small axes before larger ones
+are a window). If none of them decides, there is no answer.
 """
 
 from collections.abc import Mapping

@@ -295,9 +295,10 @@ def read_roles(paths: Collection[str]) -> dict[str, Role]:
     attentions: set[Words] = set()
     for path in paths:
         scope, layer = layer_of(path)
-        # A query, a key or a fused projection makes its scope an attention. A layer `q` does not,
-        # because it may be a Q network, and neither does `value`,
-        # a critic or one half of a gated layer, as in penzai.
+        # A query, a key or a fused projection makes its scope an attention. A layer `q`, `q_net` or
+        # `q_head` does not, because it may be a Q network (nor does `q_proj`, but its key does),
+        # and neither does `value`, a critic or one half of a gated layer, as in penzai. `out` is
+        # none of `_PROJECTIONS`.
         may_be_q_network = re.match("q(_|$)", layer)
         projection = _role_in(_PROJECTIONS, layer)
         if not may_be_q_network and projection not in (None, VALUE):

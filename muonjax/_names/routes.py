@@ -177,7 +177,8 @@ def _answer_by_layer(p: Parameter, neighbors: Neighbors) -> Answer:
     if not p.is_matrix:
         return Answer(None, "vector")
     # `unstack` has removed the axes of layers that it could find. Where one is left, the axes can't
-    # be read. None, for a leaf that may or may not have one, counts as False.
+    # be read. None, for a leaf that may or may not have one, counts as False: other leaves of its
+    # module would have shown a stack.
     is_unreadable = is_misnamed or has_axis_of_layers(p, neighbors)
     numbers = None if is_unreadable else matrices(p, neighbors)
     if numbers is None:

@@ -424,6 +424,7 @@ def adamclip(
 
     Args:
       learning_rate: A number or an Optax schedule.
+      program: As in `muonclip`; without it an error shows how to get one.
 
     All other arguments are as in `qk_clip`, `muonclip` and `optax.adamw`.
 
@@ -432,7 +433,8 @@ def adamclip(
       `update(grads, state, params, max_logits=statistics)`.
 
     Raises:
-      ValueError, TypeError: As `qk_clip`. Optax does not check its numbers, such as b1.
+      ValueError, TypeError: As `qk_clip`. Optax does not check its numbers, such as b1 and
+        `weight_decay`.
 
     Example:
       >>> import jax.numpy as jnp, muonjax

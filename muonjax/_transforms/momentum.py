@@ -249,8 +249,8 @@ def quantize(
     # so that nothing is filled up.
     blocks = _in_blocks(x.astype(at_least_float32(x.dtype)))
     # |x| of the largest entry, in float32, the dtype of a scale. The bits of x without the sign,
-    # read as an integer, are in the order of |x|, with NaN above inf; a maximum of floats may
-    # ignore NaN.
+    # read as an integer, are in the order of |x|, with NaN above inf; XLA's `jnp.max` of floats may
+    # ignore NaN on a CPU, and `jnp.maximum` below keeps it.
     bits = blocks.astype(jnp.float32).view(jnp.int32) & 0x7FFFFFFF
     largest = jnp.max(bits, axis=-1).view(jnp.float32)
     # Zeros are divided too: the largest entry counts as `_SMALLEST_ENTRY` at least, of which a

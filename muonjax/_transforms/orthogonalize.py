@@ -81,12 +81,13 @@ def map_matrices(
     dimension_numbers: DimensionNumbersTree | None,
     distribution: Distribution | None,
 ) -> Any:
-    """A function of each matrix of a tree: equal shapes share a loop,
+    """A function of each matrix of a tree: equal and similar shapes share a loop,
     and on a mesh each matrix has one owner.
 
     Args:
       function: From the policy to f, a `Function` of stacks of matrices. It has f(x.mT) = f(x).mT,
-        because a tall matrix is transposed before f and after it, to be in a stack with wide ones.
+        because a tall matrix is transposed before f and after it, to be in a stack with wide ones;
+        and columns of zeros change no others, as some fill up a matrix to the size of its stack.
       tree: The leaves; those without dimension numbers stay.
       dimension_numbers: As in `orthogonalize`.
       distribution: As in `orthogonalize`.
