@@ -9,20 +9,12 @@ and the attention is refused with that operation.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from muonjax._inspect.graph import Node
 from muonjax._inspect.layouts import axes_of
 from muonjax._inspect.possible_numbers import is_mask, numbers_in
-from muonjax._inspect.values import (
-    FROZEN,
-    PARAMETER,
-    Addend,
-    Logits,
-    Value,
-    grouped,
-)
+from muonjax._inspect.values import Addend, Logits, Value, grouped
 
 if TYPE_CHECKING:
     from muonjax._inspect.entrywise_rules import Operation
@@ -221,7 +213,7 @@ def _added(operation: Operation, at: int) -> tuple[Logits, ...]:
         # A mask or a bias may be added before the maximum is subtracted, and not after it: the
         # largest logits are measured before. Nor may it depend on parameters, as a learned bias
         # does: then a clip may change it.
-        elif not x.shifts and not _may_change([other]):
+        elif not x.shifts and not other.is_of_model:
             logits.append(_masked(operation, at, x))
     return tuple(logits)
 
@@ -261,14 +253,9 @@ def _chosen(operation: Operation, at: int) -> tuple[Logits, ...]:
     measured before that, without this mask.
     """
     others = [v for k, v in enumerate(operation.values) if k != at]
-    may_change = _may_change([*others, operation.chooser])
+    may_change = any(v.is_of_model for v in (*others, operation.chooser))
     logits = []
     for x in operation.values[at].logits:
         if not x.shifts and not (x.is_biased and may_change):
             logits.append(x._replace(value=operation.node.outputs[0], is_masked=True))
     return tuple(logits)
-
-
-def _may_change(values: Iterable[Value]) -> bool:
-    """Whether a clip may change one of these, since it depends on parameters."""
-    return any(v.depends_on & (PARAMETER | FROZEN) for v in values)

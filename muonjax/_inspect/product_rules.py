@@ -359,14 +359,13 @@ def _of_activations(
     `result` has what it depends on.
     """
     pairs = ((left, right), (right, left))
-    of_a_model = PARAMETER | FROZEN
     for operand, other in pairs:
         # A sum over some columns of a layer that keeps others may mix experts.
         _record_mixture(records, node, operand)
         # Both may be queries, keys or values, one of them frozen, but not data alone, such as an
         # adjacency matrix. The columns that the product takes are a part of their layer. Those
         # along a batch axis, as h of "bqhd,bkhd->bhqk", count heads; along b no columns lie.
-        if other.value.depends_on & of_a_model:
+        if other.value.is_of_model:
             records.record_parts(operand.value.projections)
             records.record_heads(operand.value.projections, operand.batch)
     # Either operand may be softmax's weights.
@@ -435,10 +434,10 @@ def _record_attention(
 
     What the products recorded before it was known that they are an attention is mended: columns of
     one layer that several of them take are one part, and four queries that share a key are no
-    mixture of experts. Last, an attention whose heads are written one by one is left to names.
+    mixture of experts.
     """
     attention = records.attention
-    # Those of the values, of the queries and of the keys: needed for the last of these.
+    # Those of the values, of the queries and of the keys
     projections = [*values.value.projections]
     regions_of_side = set()
     for logits in softmax:
@@ -458,14 +457,13 @@ def _record_attention(
             # has recorded that its batch axis g counts heads. Here h does so too, a free axis of q;
             # along the other free axis, of positions, no columns lie.
             records.record_heads(operand.value.projections, operand.free)
-            # A fused kernel gives both queries and keys, whose regions stay two parts.
-            is_query = operand.is_query(keys)
             for projection in operand.value.projections:
                 # That einsum sums over d and keeps h, both columns of q, as a mixture of experts
                 # does: `_record_mixture` recorded q's kernel as "unknown" there, which would leave
                 # it to names. That use, if there is one, is taken back: 0 is its `k`.
                 records.uses.by_operation.pop((product, projection.view.leaf, 0), None)
-                side = (projection.product, is_query)
+                # A fused kernel gives both queries and keys, whose regions stay two parts.
+                side = (projection.product, operand.is_query(keys))
                 regions_of_side.add((side, projection.layout.region))
     for (layer, _), regions in grouped(regions_of_side).items():
         # q[..., :8] k^T + q[..., 8:] r^T is q [k, r]^T, one product with all columns of q. So the
@@ -473,19 +471,34 @@ def _record_attention(
         # products, are taken back.
         if len(regions) > 1:
             layer.parts.difference_update(regions)
-    # Heads written one by one, as softmax(q[:, :8] k[:, :8]^T) v[:, :8] and the same of the columns
-    # from 8 on: the kernels of q, k and v would be cut into a part for each head, as if these were
-    # different layers. `value_parts` has the columns of v that the first attention takes. One that
-    # takes others leaves its own kernels to names; here the first one shares all of them. The
-    # reason has the line of queries @ keys.T.
     node = records.nodes[softmax[0].product]
-    what = "attention with other columns of one layer"
+    _leave_single_heads_to_names(records, node, values, projections)
+
+
+def _leave_single_heads_to_names(
+    records: Records, node: Node, values: Operand, projections: Sequence[Projection]
+) -> None:
+    """Leaves an attention to names if an earlier one takes other columns of the same layer for its
+    values: the function writes its heads one by one.
+
+    From softmax(q[:, :8] k[:, :8]^T) v[:, :8] and the same of the columns from 8 on, the kernels of
+    q, k and v would be cut into a part for each head, as if these were different layers. Here the
+    first attention is followed, and any other is not.
+
+    Args:
+      records: Gets the columns of the values of each layer's first attention (`value_parts`).
+      node: The operation queries @ keys.T, whose line the reason has.
+      values: The operand of softmax's weights @ values.
+      projections: Those of the values, of the queries and of the keys.
+    """
+    value_parts = records.attention.value_parts
     for projection in values.value.projections:
         columns = projection.layout.region
-        earlier = attention.value_parts.setdefault(projection.product, columns)
-        if earlier != columns:
-            for part in projections:
-                records.record(node, "unknown", part.view, what)
+        if value_parts.setdefault(projection.product, columns) == columns:
+            continue
+        why = "attention with other columns of one layer"
+        for part in projections:
+            records.record(node, "unknown", part.view, why)
 
 
 def _of_two_activations(

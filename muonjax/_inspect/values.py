@@ -207,6 +207,11 @@ class Value(NamedTuple):
         return bool(self.depends_on & PARAMETER and self.depends_on & DATA)
 
     @property
+    def is_of_model(self) -> bool:
+        """Whether it depends on parameters, perhaps frozen ones: a clip may change it."""
+        return bool(self.depends_on & (PARAMETER | FROZEN))
+
+    @property
     def varying(self) -> frozenset[int]:
         """The axes along which the parameters in it differ."""
         return frozenset().union(*(view.layout.varying for view in self.views))
