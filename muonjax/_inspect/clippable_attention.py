@@ -41,7 +41,7 @@ def attentions(records: Records) -> list[Call]:
         # The last proposal scales the queries alone. A refused call has no proposal: then calls
         # with the same parameters are one attention, or, if these aren't known,
         # calls in the same line. So `key` has one of three types.
-        key = call.proposals[-1:] or call.views or records.graph.line(call.operation)
+        key = call.proposals[-1:] or call.views or records.line(call.operation)
         by_queries.append((key, call))
     proved = []
     for group in grouped(by_queries).values():
@@ -95,7 +95,7 @@ def _not_followed(records: Records, product: int, reader: int) -> Call:
     # sizes, so the reader does not follow it.
     if records.nodes[reader].name == LONG_EINSUM:
         problem = f"{LONG_EINSUM} takes its weights"
-    problem = f"{problem}: {records.graph.line(reader)}"
+    problem = f"{problem}: {records.line(reader)}"
     operands = records.attention.operands.get(product, ())
     # A product with operands had logits, which were lost on the way. `_check_readers` refuses the
     # operation that lost them, whose line says more than that of `reader`.
@@ -144,7 +144,7 @@ def _call(records: Records, products: Sequence[int]) -> Call:
 
 def _check_softmaxes(records: Records, product: int) -> None:
     """Refuses logits that are not what one softmax over keys takes."""
-    attention, line = records.attention, records.graph.line(product)
+    attention, line = records.attention, records.line(product)
     # For each product of softmax's weights and values: the logits that softmax takes, and the axes
     # of the product of queries and keys that count keys.
     softmaxes = attention.softmaxes[product]
@@ -198,7 +198,7 @@ def _check_readers(records: Records, product: int) -> None:
 def _why_not_alone(records: Records, operation: int) -> str:
     """Why a clip can't go through this operation, at which the certificate failed;
     or why the logits that it takes end there (`_check_readers`)."""
-    node, line = records.nodes[operation], records.graph.line(operation)
+    node, line = records.nodes[operation], records.line(operation)
     values = records.inputs(node)
     has_weight = any(value.is_weight for value in values)
     has_activation = any(value.is_activation for value in values)

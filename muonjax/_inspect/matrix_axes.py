@@ -55,7 +55,7 @@ def matrices_of(
     """
     first = uses[0]
     shape = first.view.layout.origin
-    form, line = _form(records, first), records.graph.line(first.node)
+    form, line = _form(records, first), records.line(first.node)
     for use in uses[1:]:
         other = _form(records, use)
         # A tied matrix, x @ w and y @ w.T, is orthogonalized the same either way: rows may be the
@@ -63,7 +63,7 @@ def matrices_of(
         has_same_sides = {form.rows, form.columns} == {other.rows, other.columns}
         if form.cut != other.cut or not has_same_sides:
             raise Contradiction(
-                f"{form} in {line}, but {other} in {records.graph.line(use.node)}"
+                f"{form} in {line}, but {other} in {records.line(use.node)}"
             )
     # Where no operation cuts the result of a product, the function may cut the parameter itself, as
     # in x @ w[:, :32] and x @ w[:, 32:]. Such slices are parts only if together they fill the axis;
@@ -118,7 +118,7 @@ def _form(records: Records, use: Use) -> _Form:
     # (`record_reduced`), so names decide.
     if product.has_mixed_groups:
         raise Contradiction(
-            f"a norm of some of its columns before they are cut: {records.graph.line(use.node)}"
+            f"a norm of some of its columns before they are cut: {records.line(use.node)}"
         )
     if cut.sizes == (1,) * shape[cut.axis]:
         # Each position along the axis is a part, as along axis 1 of [64, 3, 16], of queries, keys
@@ -166,7 +166,7 @@ def _rows_and_columns(
     if len(set(axes)) < len(axes):
         raise Contradiction(
             "one axis of it has two roles among rows, columns and batch: "
-            f"{records.graph.line(use.node)}"
+            f"{records.line(use.node)}"
         )
     return row_axes, column_axes
 

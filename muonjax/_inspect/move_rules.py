@@ -80,7 +80,7 @@ def moved_by(records: Records, node: Node, x: Marks) -> Marks:
     Raises:
       NotFollowed: There is no rule for the operation, or there would be too many marks.
     """
-    old, new = records.graph.shapes(node)
+    old, new = records.shapes(node)
     params = node.params
     first = x.ndim - len(old)  # axis k of the operand is axis first + k of the marks
     if node.name == "transpose":
@@ -124,7 +124,7 @@ def _gathered(records: Records, node: Node, x: Marks) -> Marks:
     slice there: marks [4, 16] become [4]. At any other, as in `jnp.take(array, tokens, 1)`, they
     must not depend on the axis: with tokens [2, 8] marks [4, 1] become [4, 1, 1].
     """
-    old, new = records.graph.shapes(node)
+    old, new = records.shapes(node)
     index = records.known(node.inputs[1])
     numbers = node.params["dimension_numbers"]
     sizes = node.params["slice_sizes"]
@@ -254,7 +254,7 @@ def _gather(records: Records, node: Node) -> Sequence[Value]:
     # For each axis of the result the axis of x that it has all of:
     # [None, None, 1] for `table[tokens]`.
     sources = _sources_of_gather(records, node)
-    old, _ = records.graph.shapes(node)
+    old, _ = records.shapes(node)
     # The axes along which the indices choose: axis 0 in `table[tokens]`.
     picked = other_axes(len(old), sources)
     # Whether entries of a parameter, or columns of a product, differ along these axes:
@@ -290,7 +290,7 @@ def _sources_of_gather(records: Records, node: Node) -> list[int | None]:
     """
     numbers = node.params["dimension_numbers"]
     sizes = node.params["slice_sizes"]
-    old, new = records.graph.shapes(node)
+    old, new = records.shapes(node)
     sources: list[int | None] = [None] * len(new)
     # `offset_dims` are the axes of the result that the slices have; all others are of the indices.
     kept = other_axes(len(old), _gone(numbers))
@@ -367,7 +367,7 @@ def _resize(records: Records, node: Node) -> Sequence[Value]:
     block of columns. The others make shards of an array or put them together.
     """
     values = records.inputs(node)
-    old, new = records.graph.shapes(node)
+    old, new = records.shapes(node)
     # An untiled `all_gather` adds an axis that counts devices.
     if len(old) != len(new):
         raise NotFollowed

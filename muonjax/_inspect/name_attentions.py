@@ -76,6 +76,6 @@ def named_attentions(
             site = Site(
                 path="", scales=scales, signal=name, scan_axis=layers, exact=True
             )
-        line = records.graph.line(call.operation)
+        line = records.line(call.operation)
         named.append((Attention(name, line, site, call.problem), call))
     return named

@@ -104,7 +104,9 @@ class Records:
     def __init__(self, graph: Graph):
         self.graph = graph
         self.nodes = graph.nodes
+        self.line = graph.line
         self.shape = graph.shape
+        self.shapes = graph.shapes
         # The numbers of a value, if the program contains them; None otherwise.
         self.known = graph.known.get
         self.values: list[Value] = [Value()] * len(graph.avals)

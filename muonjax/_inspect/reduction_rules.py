@@ -132,7 +132,7 @@ def _reduced_views(value: Value, axes: Sequence[int]) -> tuple[ParameterView, ..
 
 def _without_axes(records: Records, node: Node, value: Value) -> Value:
     """A value with the axes of a reduction added up, and gone."""
-    old, new = records.graph.shapes(node)
+    old, new = records.shapes(node)
     axes = node.params["axes"]
     kept = tuple(other_axes(len(old), axes))
     return value.map(lambda layout: layout.add_up(axes).pick(kept, new))
