@@ -117,9 +117,9 @@ def add_loha(
     layers = dict(_layers(model))
     paths = [path for path in layers if re.search(path_rule, path)]
     if not paths:
-        available = listed([*layers], ", ")
         raise ValueError(
-            f"add_loha(path_rule={path_rule!r}) matches none of the layers {available}."
+            f"add_loha(path_rule={path_rule!r}) matches none of the layers "
+            f"{listed([*layers], ', ')}."
         )
     # All adapters are made before the first layer changes: making one raises for a layer that can't
     # have it, and an error must leave the model unchanged.

@@ -250,8 +250,7 @@ class _Decider:
         activations = [use.activation for use in uses]
         if any(self.records.values[x].depends_on & PARAMETER for x in activations):
             return False
-        data = self.graph.arguments
-        return bool(data) and self.graph.upstream(activations).isdisjoint(data)
+        return bool(self.graph.arguments) and self.graph.of_data.isdisjoint(activations)
 
     def _is_softmax_of_layer(self, array: int) -> bool:
         """Whether an array is softmax(x @ w), as the weights with which a Gumbel softmax chooses

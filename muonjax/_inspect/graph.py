@@ -166,6 +166,9 @@ class Graph:
         inputs = [self._new(v, ()) for v in jaxpr.invars]
         self.parameters = inputs[:count]
         self.arguments = inputs[count:]
+        # The data, and what is made of them. What a loop carries counts, too: data may come to it
+        # from the end of the body.
+        self.of_data = set(self.arguments)
         # All other arrays that it closes over, by value: `table` in `x * 2.0 + table`.
         self.constants: dict[int, Any] = {}
         # By value, the numbers that rules read: the literal 2.0, constants of one number and
@@ -214,6 +217,7 @@ class Graph:
                 _is_same(array, given) for given in self._given
             ):
                 self.arguments.append(x)
+                self.of_data.add(x)
                 continue
             self.constants[x] = array
             # Rules compute with one number, as of a mask, and with whole numbers along one axis,
@@ -244,6 +248,8 @@ class Graph:
         node = Node(index, name, params, tuple(inputs), tuple(outputs), equation, place)
         self.nodes.append(node)
         self.makers |= dict.fromkeys(outputs, node)
+        if name == "carry" or not self.of_data.isdisjoint(inputs):
+            self.of_data.update(outputs)
         return outputs
 
     def _add_for_each(

@@ -91,8 +91,7 @@ def _result_of(graph: Graph, node: Node) -> np.ndarray | None:
     else:
         # Without data these are numbers of the program, such as the cosines of positions, or made
         # of parameters too. They are not computed here: a NaN stands for them.
-        data = graph.upstream(node.inputs).intersection(graph.arguments)
-        return None if data else _MANY
+        return _MANY if graph.of_data.isdisjoint(node.inputs) else None
     # The numbers of each operand, but for those of which data say which.
     known = []
     for value in inputs:

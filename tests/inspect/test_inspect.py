@@ -18,7 +18,8 @@ from jax.experimental import sparse
 from numpy.testing import assert_allclose, assert_array_equal
 
 import muonjax
-from tests.inspect.attention import attend, layer, tokens, unstacked, weights
+from muonjax._inspect.graph import Graph
+from tests.inspect.attention import attend, layer, tokens, unrolled, unstacked, weights
 from tests.tools.oracles import SHORT
 from tests.tools.tiers import thorough
 from tests.tools.views import leaf
@@ -779,3 +780,22 @@ def test_the_line_in_a_notebook_is_that_of_a_cell(monkeypatch):
     exec(compile(code, "/tmp/ipykernel_12/4258106292.py", "exec"), names := {})
     assert muonjax.inspect(names["loss"], PARAMS, X).why("up").endswith(": In[3]:3")
     assert "test_inspect.py:" in muonjax.inspect(mlp, PARAMS, X).why("up")
+
+
+def test_a_deep_model_is_searched_as_often_as_a_shallow_one(monkeypatch):
+    """Each search goes over all operations: one for each layer would take quadratic time."""
+
+    def searches(layers):
+        calls = []
+        search = Graph.upstream
+        monkeypatch.setattr(
+            Graph,
+            "upstream",
+            lambda *args, **kw: calls.append(1) or search(*args, **kw),
+        )
+        params = weights(layers)
+        muonjax.inspect(unrolled, params, tokens())
+        monkeypatch.undo()
+        return len(calls)
+
+    assert searches(2) == searches(6)
