@@ -178,7 +178,8 @@ def fitted_mask(name: str, mask: Any) -> Any:
     """The mask for Optax: a tree becomes a function of the parameters, which returns the tree and
     raises where it does not fit them. None and a function stay.
 
-    The errors name the argument `name`. Optax's own error for a tree that does not fit would not.
+    The errors begin with the argument `name`, before which `errors_of` puts the call. Optax's own
+    error for a tree that does not fit would name neither.
     """
     # Optax calls a function with the parameters, and takes what it returns.
     if mask is None or callable(mask):

@@ -86,8 +86,8 @@ def _scaled_queries(queries: _Side, shared: Sequence[range]) -> list[PlacedScale
     """The scales of the queries: by γ, "whole", for features that meet `shared` ones of the keys,
     which are not scaled; by √γ for the others, whose keys take the other √γ.
 
-    Features are numbered along the axis that the logits sum over. If all are shared,
-    the queries alone are scaled.
+    Features are numbered along the axis that the logits sum over. With all of them, `[_ALL]`, the
+    queries alone are scaled, as in the second proposal.
 
     Raises:
       Refused: The queries come from no parameter that trains,

@@ -191,7 +191,7 @@ def entrywise(records: Records, node: Node, values: Sequence[Value]) -> Value:
 
 
 def _facts_of_data(operation: Operation) -> tuple[AxisFact, ...]:
-    """What is known of the axes of a sum or a product of arrays that no parameter is in.
+    """What is known of the axes of a sum, a choice or a product of arrays that no parameter is in.
 
     An image minus its mean still has the axes of an argument, by which an embedding of patches is
     known. Labels that choose are known by "one hot": one_hot(labels) * weight is zero but for one
@@ -204,8 +204,8 @@ def _facts_of_data(operation: Operation) -> tuple[AxisFact, ...]:
     data = [value for value in operation.values if value.depends_on]
     for value in operation.values:
         for fact in value.facts:
-            # A sum is one hot where all data are. Numbers of the program alone, such as I - 1/n,
-            # choose nothing.
+            # A sum, or a choice among cases, is one hot where all of it are but numbers of the
+            # program. These alone, such as I - 1/n, choose nothing.
             in_all_data = bool(data) and all(fact in other.facts for other in data)
             is_one_hot = fact.what == "one hot" and (operation.is_scale or in_all_data)
             if fact.what == "input" or is_one_hot:

@@ -333,8 +333,8 @@ def _sum_of(axis: int, parts: Sequence[tuple[Run, Positions]]) -> Run:
 
 @functools.lru_cache(4096)
 def _split_run(run: Run, axis: int) -> tuple[Sequence[Run], Sequence[Run]]:
-    """A run as `Layout.split` divides it: the set of distances along an axis,
-    and the run of the first entry.
+    """A run as `Layout.split` divides it: the set of distances along an axis from the entry with
+    the lowest positions, and the run of that entry.
 
     Positions 0, ..., 63 of shape [4, 16] along axis 0 are the set {0, 16, 32, 48} and the run 0,
     ..., 15 of shape [1, 16]. Each comes in a list, which is empty if there is none. If the

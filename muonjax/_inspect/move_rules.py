@@ -131,7 +131,7 @@ def _gathered(records: Records, node: Node, x: Marks) -> Marks:
     first = x.ndim - len(old)  # axis k of the operand is axis first + k of the marks
     if index is not None and np.size(index) == 1:
         (axis,) = numbers.start_index_map
-        # XLA clamps the start, so that the slice lies in the array.
+        # XLA clamps the start into the array, or fills a slice outside of it with NaN.
         start = int(np.clip(np.reshape(index, ()), 0, old[axis] - sizes[axis]))
         if x.shape[first + axis] > 1:
             x = x.take(range(start, start + sizes[axis]), first + axis)

@@ -63,8 +63,8 @@ def has_axis_of_layers(p: Parameter, neighbors: Neighbors) -> bool | None:
 def _layers(
     parameters: Sequence[Parameter], neighbors: Neighbors, depth: int = 0
 ) -> list[Parameter]:
-    """One layer of each leaf in a module: without the axis of layers if the module is a stack,
-    else as it is.
+    """One layer of each leaf in a module: without one axis of layers if the module is a stack
+    (nested scans take several calls), else as it is.
 
     A module is a stack if one of its leaves must be a stack, all others may be, and all have an
     axis of the same size at the same position. In any other module, the modules inside of it are

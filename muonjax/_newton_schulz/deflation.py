@@ -161,8 +161,9 @@ def shrink_dominant(
     # bound of them is added to the diagonal first.
     shrunk = _above_rounding(gram) - removed
 
-    # What is left of the k directions, for the bound of the largest singular value. V^H V is not
-    # quite I: V^H W = w V^H with w = I - V^H V D, so V^H W A W V = w H w^H.
+    # What is left of the k directions: from it `other_fourth_powers` makes a lower bound, so that
+    # it may be too small, as here without what was just added to the diagonal, and never too large.
+    # V^H V is not quite I: V^H W = w V^H with w = I - V^H V D, so V^H W A W V = w H w^H.
     w = identity_like(d, as_constant=True) - dot(dot(adjoint(v), v), d)
     dominant = dot(dot(w, h), adjoint(w))
     return Deflation(p, v, gram=shrunk, dominant=dominant)
