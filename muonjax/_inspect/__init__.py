@@ -88,10 +88,13 @@ operands, as a sum is, also in `values.SUMS`), in `SAME` (`move_rules`) if it mo
 say in others, but split, pad and neg, has a line in `_REWRITTEN` (`graph`), unless logits may lie
 between. One that moves the entries of one operand has a case in `move_rules.moved_by`, which the
 certificate uses too, and its name at `move_rules._one_operand`; if a mask may pass it, also in
-`possible_numbers._MOVES`. Otherwise write a function (records, node) -> values under
-`@rule("its name")`: `records.inputs(node)` has the values of the operands, `node.params` the
-equation's parameters. Raise `NotFollowed` for settings that you do not handle. If it has several
-operands and a clip may pass it, the certificate needs its own line. Tests: a program in
-`tests/inspect/hostile_programs.py`, in `attention_programs.py` if a clip may pass it, and the sets
-in `test_rules.py`.
+`possible_numbers._MOVES`. A reduction has its name at `reduction_rules._reduce`, and if a clip may
+pass it, as a maximum, also in `Certificate._moved`; one with exponentials inside, such as a
+logsumexp, needs a line in `_REWRITTEN`, or an attention by it may be missed. Otherwise write a
+function (records, node) -> values under `@rule("its name")`: `records.inputs(node)` has the values
+of the operands, `node.params` the equation's parameters. Raise `NotFollowed` for settings that you
+do not handle. If it has several operands and a clip may pass it, the certificate needs its own
+line. Tests: a program in `tests/inspect/hostile_programs.py`, in `attention_programs.py` if a clip
+may pass it, and the sets in `test_rules.py`. A program is skipped by hand where the oldest JAX
+lacks its primitive.
 """
