@@ -74,9 +74,9 @@ def _follow_loop(records: Records, first: range, body: range) -> None:
     for carry in carries:
         start = values[carry.inputs[0]]
         # What is made of parameters alone and is changed by the loop is an initial state, as of an
-        # RNN: "other" leaves it to AdamW if no product uses it. (Nothing reads the carry of an
-        # unchanged one, so it is not live.) But a loop that takes gradients may train it, as in
-        # MAML: then it may be a matrix, and "unknown" leaves it to names.
+        # RNN: "other" leaves it to AdamW if no product uses it. (JAX carries no array that the body
+        # returns as it is.) But a loop that takes gradients may train it, as in MAML: then it may
+        # be a matrix, and "unknown" leaves it to names.
         if start.is_weight:
             kind = "unknown" if takes_gradients else "other"
             records.record_views(

@@ -166,9 +166,6 @@ class Graph:
         inputs = [self._new(v, ()) for v in jaxpr.invars]
         self.parameters = inputs[:count]
         self.arguments = inputs[count:]
-        # The data, and what is made of them. What a loop carries counts, too: data may come to it
-        # from the end of the body.
-        self.of_data = set(self.arguments)
         # All other arrays that it closes over, by value: `table` in `x * 2.0 + table`.
         self.constants: dict[int, Any] = {}
         # By value, the numbers that rules read: the literal 2.0, constants of one number and
@@ -187,6 +184,15 @@ class Graph:
         for node in self.nodes:
             for x in node.inputs:
                 self.readers[x].append(node.index)
+        # The data, and what is made of them. Data may come to a loop from the end of its body: then
+        # they are in what it carries only after one more round, until none are new.
+        self.of_data = set(self.arguments)
+        size = 0
+        while size < len(self.of_data):
+            size = len(self.of_data)
+            for node in self.nodes:
+                if not self.of_data.isdisjoint(node.inputs):
+                    self.of_data.update(node.outputs)
         # The operations that an output depends on, and those that a gradient of the outputs comes
         # back to.
         self.live = self._producers(self.upstream(self.outputs))
@@ -217,7 +223,6 @@ class Graph:
                 _is_same(array, given) for given in self._given
             ):
                 self.arguments.append(x)
-                self.of_data.add(x)
                 continue
             self.constants[x] = array
             # Rules compute with one number, as of a mask, and with whole numbers along one axis,
@@ -248,8 +253,6 @@ class Graph:
         node = Node(index, name, params, tuple(inputs), tuple(outputs), equation, place)
         self.nodes.append(node)
         self.makers |= dict.fromkeys(outputs, node)
-        if name == "carry" or not self.of_data.isdisjoint(inputs):
-            self.of_data.update(outputs)
         return outputs
 
     def _add_for_each(
@@ -423,12 +426,6 @@ class Graph:
         slices = self._add_for_each(
             "scan_slice", [inputs[stop:]], variables[stop:], eqn, inner, scan=inner
         )
-        # A carried array that the body returns unchanged is a constant, such as parameters in a
-        # carry: the body gets what enters the loop. Nothing reads its "carry" operation then, and
-        # `follow` passes it over.
-        for k in range(carried):
-            if opened(body).outvars[k] is variables[start + k]:
-                carry[k] = inputs[start + k]
         outputs = self._enter(body, inner, [*inputs[:start], *carry, *slices])
         # carry(x0) becomes carry(x0, end): from the second iteration on the array comes from the
         # end of the body.
