@@ -154,8 +154,7 @@ class Records:
     ) -> Operand:
         """Operand number `k` of a product, without its `sources`."""
         array = node.inputs[k]
-        product = node.outputs[0]
-        shapes = self.shape(array), self.shape(product)
+        shapes = self.shape(array), self.shape(node.outputs[0])
         return Operand(self.values[array], array, *shapes, summed, batch)
 
     # What the rules record.
