@@ -215,10 +215,10 @@ class Certificate:
             node = graph.nodes[operation]
             # Results that are thrown away may change. So may x - maximum(x) of logits x, as
             # softmax(x - c) = softmax(x): the clip comes to it where `jax.nn.softmax` masks the
-            # logits once more before it takes the maximum. `_check_readers` has refused logits from
-            # which anything else is subtracted.
+            # logits once more before it takes the maximum. If anything else is subtracted,
+            # `_check_readers` has refused it, where a gradient comes back to the difference.
             is_shift = node.name == "sub" and node.inputs[0] in self.logits
-            if is_shift or operation not in graph.live:
+            if (is_shift and operation in graph.trained) or operation not in graph.live:
                 continue
             # `_followed` refuses an operation with several results.
             try:

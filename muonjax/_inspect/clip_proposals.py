@@ -112,7 +112,7 @@ def _scaled_keys(
     all other keys, which are shared: the queries take all of γ in these.
 
     The keys of latent attention, 128 features of each head and then 64 that all heads share, give
-    the scales of the former and [range(128, 192)].
+    the scales of the former and [range(128, 192)]. Without any such keys it is [] and [_ALL].
 
     `heads`: how many the queries have, and the axes that count layers, as `_heads_of` gives them.
     """
@@ -131,7 +131,7 @@ def _scaled_keys(
             scaled += spans
         else:
             shared.append(keys.features(projection))
-    return scaled, shared
+    return scaled, shared if scaled else [_ALL]
 
 
 class _Side(NamedTuple):

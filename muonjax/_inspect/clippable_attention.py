@@ -74,9 +74,10 @@ def _calls(records: Records) -> Iterator[Call]:
         why = f"{call!r} is a call whose logits can't be seen; measure them with muonjax.max_logits"
         yield Call(i, views, problem=why)
     # Products whose exponentials the operation `reader` multiplies by something, perhaps values.
-    # One that was followed to a softmax too is above already, and `_call` refuses it.
+    # One that was followed to a softmax too is above, and `_call` refuses it.
     for product, reader in attention.other_readers.items():
-        yield _not_followed(records, product, reader)
+        if product not in attention.softmaxes:
+            yield _not_followed(records, product, reader)
     # An operation without a rule, the last one if there are several: it may be an attention,
     # or hide one.
     i = records.unlisted
@@ -144,7 +145,7 @@ def _call(records: Records, products: Sequence[int]) -> Call:
 
 def _check_softmaxes(records: Records, product: int) -> None:
     """Refuses logits that are not what one softmax over keys takes."""
-    attention, line = records.attention, records.line(product)
+    attention = records.attention
     # For each product of softmax's weights and values: the logits that softmax takes, and the axes
     # of the product of queries and keys that count keys.
     softmaxes = attention.softmaxes[product]
@@ -159,12 +160,7 @@ def _check_softmaxes(records: Records, product: int) -> None:
         # the exponentials once more.
         if "jvp" in records.graph.derivatives(product):
             why = "the function takes derivatives of it, which a clip would change too"
-        raise Refused(f"{why}: {line}")
-    # One number for each query may be subtracted, and not another one for some of its keys.
-    if product in attention.shifted_by_key:
-        raise Refused(
-            f"its softmax subtracts a number that may differ from key to key: {line}"
-        )
+        raise Refused(f"{why}: {records.line(product)}")
 
 
 def _check_readers(records: Records, product: int) -> None:

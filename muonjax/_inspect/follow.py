@@ -99,10 +99,10 @@ def _after_round(records: Records, carry: Node) -> Value:
     # So only the bits of products before the loop stay.
     without_products = after.depends_on & (OF_PRODUCTS - 1)
     # Only the maximum of logits and the sum of softmax's weights go on, which an online softmax
-    # carries from block to block. What the first round that has one gives stays: a body that moves
-    # it would give another layout in each round, without end.
+    # carries from block to block. What the first round that makes one gives stays: a body that
+    # moves it would give another layout in each round, without end.
     logits = value.logits or tuple(
-        x for x in start.logits + end.logits if x.stage in ("maximum", "sum")
+        x for x in end.logits if x.stage in ("maximum", "sum")
     )
     return after._replace(depends_on=without_products | start.depends_on, logits=logits)
 

@@ -118,10 +118,13 @@ def _from_softmax(
     is_product = operation.is_scale and len(weights) > 1
     if weights and (is_product or operation.node.name in _POWERS):
         return ()
+    # Logits end next to an array of their exponentials that was not followed, such as the last
+    # entry of a `cumsum`: it may be a sum over several heads.
+    lost = {v.exponential_of for v in operation.values if not v.logits}
     logits = []
-    # A sum or a maximum is one number for each query: next to weights it only scales them.
+    # A sum or a maximum, mostly one number for each query, only scales the weights next to it.
     for k in weights or operands.get("sum") or operands.get("maximum", []):
-        logits += operation.values[k].logits
+        logits += [x for x in operation.values[k].logits if x.product not in lost]
     if weights and operation.is_scale:
         divisor = operation.values[1 - weights[0]]
         for x in logits:
@@ -131,7 +134,7 @@ def _from_softmax(
 
 def summed(value: Value) -> tuple[Logits, ...]:
     """The logits of a sum of softmax's weights, or of a sum of such sums.
-    A maximum of them counts as a sum."""
+    A maximum or a minimum of them counts as a sum."""
     return tuple(
         x._replace(stage="sum") for x in value.logits if x.stage in ("weights", "sum")
     )
@@ -139,28 +142,13 @@ def summed(value: Value) -> tuple[Logits, ...]:
 
 def _record_normalization(records: Records, logits: Logits, divisor: Value) -> None:
     """Records over which axes softmax normalizes the weights of these logits, if `divisor` is made
-    of the same weights, as their sum is."""
+    of their sum: those along which a weight and the sum that divides it have other positions."""
     product = logits.product
-    varying = logits.layout.varying
-    # For each sum of the weights in the divisor, the axes along which the sum differs.
-    kept = [
-        total.layout.varying
-        for total in divisor.logits
-        if total.product == product and total.stage == "sum"
-    ]
-    # Softmax normalizes over all other axes. If the divisor has several sums, as one for each head
-    # plus one over all heads, only an axis along which all of them differ is kept.
-    if kept:
-        normalized = varying - frozenset.intersection(*kept)
-    # A sum that was not followed, such as the last entry of a `cumsum`: the axes along which it is
-    # known to repeat, or all.
-    elif divisor.exponential_of == product:
-        normalized = divisor.axes("repeats") or varying
-    else:
-        return
-    records.attention.normalized[product] |= axes_of(
-        logits.layout.runs_along(normalized)
-    )
+    for total in divisor.logits:
+        if total.product == product and total.stage == "sum":
+            # The sum has the positions of all keys, and of all heads if it goes over these, too.
+            runs = set(logits.layout.runs[1:]).difference(total.layout.runs)
+            records.attention.normalized[product] |= axes_of(runs)
 
 
 def _exponential(node: Node, value: Value) -> tuple[Logits, ...]:
@@ -200,7 +188,7 @@ def _added(operation: Operation, at: int) -> tuple[Logits, ...]:
     logits = []
     for x in value.logits:
         # Its maximum, or the logarithm of a sum of its exponentials
-        if x.product in (other.exponential_of, *products):
+        if x.product in products:
             # Softmax may subtract any number that is the same for all keys, such as the maximum
             # [batch, head, query, 1]. Its fact "repeats" has the axes along which it differs, here
             # all but that of the keys; one without this fact may differ along all, which

@@ -359,6 +359,7 @@ def _split_run(run: Run, axis: int) -> tuple[Sequence[Run], Sequence[Run]]:
     return [set_of(run.axis, run.positions)], []
 
 
+@functools.lru_cache(4096)
 def _added_up(run: Run, axis: int) -> Run:
     """The positions of all entries along an axis of the array, for one that is the sum of them."""
     # Positions [n, *array] have the axis of the array as axis 1 + axis; axis 0 counts the terms.

@@ -233,7 +233,7 @@ def _concatenate(records: Records, node: Node) -> Sequence[Value]:
         records.record_views(node, "joined with data", weights)
     # A softmax may take logits next to a sink, one more number for each query, which has no logits.
     # If several of the arrays have logits, they end here, and their attention is refused.
-    with_logits = [part.logits for part in placed if part.logits]
+    with_logits = [x.logits for x in placed if x.stage not in ("", "sum")]
     logits = with_logits[0] if len(with_logits) == 1 else ()
     # Parts of one product become one projection again, as the halves of rotary features do.
     projections = projections_of_all(records, placed)

@@ -445,11 +445,12 @@ def _record_attention(
         # Which axes of the product of queries and keys count keys:
         # those that weights @ values sums over.
         keys = axes_of(logits.layout.runs_along(weights.summed))
-        attention.softmaxes[product].append((logits, keys))
         # `shifts` says of each number that was subtracted from the logits along which axes it
-        # differs. Along the keys it changes the softmax: `clippable_attention` refuses the clip.
+        # differs. Only one number for all keys of a query leaves a softmax as it is.
         if any(fact.layout.runs_along(weights.summed) for fact in logits.shifts):
-            attention.shifted_by_key.add(product)
+            attention.other_readers[product] = product
+        else:
+            attention.softmaxes[product].append((logits, keys))
         # The left and the right operand of queries @ keys.T
         for operand in attention.operands[product]:
             projections += operand.value.projections
@@ -525,9 +526,9 @@ def _of_two_activations(
     # No new logits in two cases. Softmax's weights keep the logits of their attention, and so
     # weights times values have an operand with logits. Without projections there is no column of a
     # parameter that a clip could scale; one operand's are enough, as of queries times keys of data.
-    has_logits = first.logits or second.logits
+    has_weights = "weights" in (first.stage, second.stage)
     has_projections = first.projections or second.projections
-    if has_projections and not has_logits:
+    if has_projections and not has_weights:
         return _with_logits(records, node, result, left, right)
     return result
 

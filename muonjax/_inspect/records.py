@@ -72,17 +72,14 @@ class AttentionRecords:
             list
         )
         # From the product to an operation that multiplies exponentials of it by an array, perhaps
-        # values, where the logits were lost before. It may be an attention, which is listed and
-        # refused.
+        # values, where the logits were lost before, or are no softmax's. It may be an attention,
+        # which is listed and refused.
         self.other_readers: dict[int, int] = {}
         # Products whose exponentials may be the weights of an attention, so that `record_weights`
         # notes their other readers. A product of two activations is here at once, one by learned
         # queries or frozen keys after a sum of its exponentials, as in a softmax. A sum along
         # columns of a parameter does not count: it makes one of the `routers`.
         self.candidates: set[int] = set()
-        # Products from whose logits a number was subtracted that may differ from key to key. Only
-        # one number for all keys of a query leaves a softmax as it is: the clip is refused.
-        self.shifted_by_key: set[int] = set()
         # The axes of the product over which a softmax sums its exponentials, to divide them by
         # the sum: those of the keys. Heads, if it sums over them too, are scaled as one.
         self.normalized: dict[int, frozenset[int]] = defaultdict(frozenset)

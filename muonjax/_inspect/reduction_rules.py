@@ -13,7 +13,7 @@ from muonjax._inspect.values import ParameterView, Value, dependent, is_match
 @rule("reduce_max argmax reduce_min argmin reduce_and reduce_or reduce_prod")
 def _reduce(records: Records, node: Node) -> Sequence[Value]:
     """A maximum and the like: nothing is followed further but the maximum of logits, which softmax
-    subtracts, and that of softmax's weights, which may divide them as their sum does."""
+    subtracts, and what is made of its weights, which may divide them as their sum does."""
     (value,) = records.inputs(node)
     records.record_reduced(value.projections, node.params["axes"])
     logits = follow_logits.summed(value)

@@ -161,9 +161,8 @@ class Logits(NamedTuple):
 
     product: int  # the operation
     layout: Layout  # the axes as axes of the product's result
-    # "weights": after the exponential. One number for each query, or for each of several axes, is a
-    # "maximum" of the logits, or a "sum" of the weights, or of sums; the largest weight counts as
-    # their sum.
+    # "weights": after the exponential. "maximum": the largest logits, one for each query. "sum": a
+    # sum or an extremum of the weights or of such sums, or the weights times frozen values.
     stage: str = "logits"
     # The array of the logits so far: in the end what enters softmax, scaled and masked.
     value: int = -1

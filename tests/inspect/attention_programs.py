@@ -153,7 +153,7 @@ spelled("divided_by_a_sum_in_two_steps", OF_ALL,
 spelled("divided_by_a_sum_that_is_repeated_first", OF_ALL,
         softmax=divided_by(lambda e: jnp.broadcast_to(e.sum((1, 3), keepdims=True), e.shape) + 1e-9))  # fmt: skip
 spelled(
-    "divided_by_a_sum_in_a_loop_over_heads", OF_ALL, softmax=divided_by(sum_of_heads)
+    "divided_by_a_sum_in_a_loop_over_heads", NOT_ALL, softmax=divided_by(sum_of_heads)
 )
 spelled("divided_by_the_largest_of_all_heads", OF_ALL,
         softmax=divided_by(lambda e: e.max((1, 3), keepdims=True)))  # fmt: skip
@@ -167,6 +167,41 @@ spelled("divided_by_a_sum_of_each_head_that_is_repeated_first",
         softmax=divided_by(lambda e: jnp.broadcast_to(e.sum(3, keepdims=True), e.shape) + 1e-9))  # fmt: skip
 spelled("the_logarithm_of_a_sum_subtracted", OF_ALL,
         softmax=lambda x, p: jnp.exp(x - jax.nn.logsumexp(x, (1, 3), keepdims=True)))  # fmt: skip
+
+
+def of_examples_and_heads(e):
+    """The sum of all heads, where one axis has examples and heads."""
+    total = e.reshape(B * H, T, T).sum(-1).reshape(B, H, T).sum(1)
+    return jnp.repeat(total, H, 0).reshape(B, H, T, 1)
+
+
+spelled("divided_by_a_sum_on_an_axis_of_examples_and_heads", OF_ALL,
+        softmax=divided_by(of_examples_and_heads))  # fmt: skip
+spelled("divided_by_the_sums_of_other_heads", OF_ALL,
+        softmax=divided_by(lambda e: e.sum(3, keepdims=True)[:, ::-1]))  # fmt: skip
+spelled("divided_by_a_running_sum", NOT_ALL,
+        softmax=divided_by(lambda e: e.sum(3, keepdims=True) + jnp.cumsum(e.sum(3, keepdims=True), 1)))  # fmt: skip
+
+
+@attention(sites=1, **QKVO)
+def weights_next_to_what_they_leave_over(p, x):
+    """As where a query may attend to nothing."""
+    q, k, v = projected(p, x)
+    logits = logits_of(q, k)
+    e = jnp.exp(logits)
+    a = e / (1 + e.sum(-1, keepdims=True))
+    a = jnp.concatenate([a, 1 - a.sum(-1, keepdims=True)], -1)
+    v = jnp.concatenate([v, jnp.zeros((B, 1, H, S))], 1)
+    return loss_of(p, mixed(a, v)), logits
+
+
+@program(X, sites=(NOT_ALL, ""), **QKVO, r=(D, D), s=(D, D))
+def queries_of_values_that_are_data(p, x):
+    """The first attention mixes data, and is read by the second one's queries."""
+    q, k, v, r = projected(p, x, "qkvr")
+    mixture = jnp.einsum("bhqk,bkd->bqd", jax.nn.softmax(logits_of(q, k)), x)
+    other = logits_of(r * mixture[:, :, None, :S], heads(x @ p["s"]))
+    return loss_of(p, mixed(jax.nn.softmax(other), v))
 
 
 @program(X, sites=(OF_ALL, "several softmaxes"), **QKVO | dict.fromkeys("rs", (D, D)))
@@ -282,7 +317,7 @@ spelled("logits_in_part_learned", ADDED,
         spell=lambda a, p: jnp.where(jnp.eye(T, dtype=bool), p["mix"], a), mix=(T, T))  # fmt: skip
 spelled("logits_and_a_function_of_them", ADDED, spell=lambda a, p: a + jnp.tanh(a))
 spelled("a_function_of_logits_and_them", ADDED, spell=lambda a, p: a[:, ::-1] + a)
-SHIFTED = "its softmax subtracts a number that may differ from key to key"
+SHIFTED = "it can't be followed from parameters"
 spelled(
     "without_the_maximum_of_other_heads",
     SHIFTED,

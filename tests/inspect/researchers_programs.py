@@ -190,7 +190,7 @@ def tokens_put_back_in_their_order(p, x):
     slots=((3, D), "learned input"),
     **A4,
     **OUT,
-    sites="its softmax subtracts a number",
+    sites="it can't be followed from parameters",
 )
 def slot_attention(p, x):
     q, k, v = jnp.broadcast_to(p["slots"], (B, 3, D)) @ p["q"], x @ p["k"], x @ p["v"]
