@@ -358,10 +358,10 @@ def _row_factors(
       scale: A power of two for each matrix, which keeps products from overflowing.
     """
     # Optax 0.2.8 doesn't pass `eps` on to "aol" and "schatten". They take 1e-8 at least for a norm
-    # of X X^H, and A is scale^2 X X^H.
-    smallest = 1e-8 * scale * scale
+    # of X X^H, and A is scale^2 X X^H. With `tiny`, as 0 would make NaN of a row of zeros.
+    smallest = 1e-8 * scale * scale + jnp.finfo(scale.dtype).tiny
     if preconditioning == "aol":
-        # D_i = (sum_j |A_ij|)^(-1/2), as D A D then has no eigenvalue above 1
+        # D_i = (sum_j |A_ij|)^(-1/2): D A D, the Gram matrix of D Y, has no eigenvalue above 1
         row_sums = jnp.sum(jnp.abs(gram), -1, keepdims=True)
         return jax.lax.rsqrt(jnp.maximum(row_sums, smallest))
     if preconditioning == "schatten":

@@ -258,6 +258,15 @@ def test_a_large_gradient_is_no_zero():
     np.testing.assert_allclose(run(x * 1e25), run(x), atol=1e-5)
 
 
+def test_a_row_of_zeros_in_a_large_gradient_stays_zero():
+    """Optax's least norm of a row, 1e-8, scaled as the gradient is, would be no number of float32."""
+    x = {"w": normal(4, 8).at[1].set(0) * 1e17}
+    tx = optax_contrib.scale_by_muon(preconditioning="aol")
+    update = jax.jit(tx.update)(x, tx.init(x))[0]["w"]
+    assert jnp.isfinite(update).all()
+    assert not update[1].any()
+
+
 def test_the_momentum_keeps_its_dtype():
     """bfloat16 parameters with float32 gradients: Optax's state becomes float32, which no scan accepts."""
     tree = {"w": jnp.ones((4, 8), jnp.bfloat16)}
