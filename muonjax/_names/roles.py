@@ -1,14 +1,18 @@
-"""Read what a parameter is from its path: a bias, an attention's kernel, a convolution, a table.
+"""Read what a parameter is from its path: a bias, an attention's kernel, a convolution, a table;
+or from the type of its module.
 
-Names only; `axes` and `ends_of_model` read shapes. A path is read in snake case, without numbers,
+Names and types only; `axes` and `ends_of_model` read shapes. A path is read in snake case, without numbers,
 and split at slashes and dots (`path_words`). Each row of the tables below says which library needs
 it.
 """
 
 import re
 from collections.abc import Collection, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import jax
+
+from muonjax._common import trees
 from muonjax._matrices.matrix_view import DimensionNumbers, axes_of
 from muonjax._names.path_words import (
     VECTOR,
@@ -376,3 +380,37 @@ def _role_in(table: Sequence[tuple[Role, str]], name: str) -> Role | None:
         if re.fullmatch(pattern, name):
             return role
     return None
+
+
+def types_of_modules(params: Any) -> dict[str, Role]:
+    """The roles that types and settings of modules show and names can't,
+    by the path of the parameter.
+
+    An `eqx.nn.Embedding` is an embedding under any name. All others that show something have the
+    role SPECIAL, which no name decides: such a kernel goes to Adam, with a warning. Settings show
+    that a kernel has groups, that it belongs to an einsum with letters of its own, or that its axes
+    have names, as those of penzai and Haliax.
+    """
+    roles_by_path: dict[str, Role] = {}
+    # `_type` gives a role to some modules, and None to all else. So the leaves here are these
+    # modules, and the arrays outside of them.
+    nodes = jax.tree.leaves_with_path(params, is_leaf=lambda node: bool(_type(node)))
+    for path, node in nodes:
+        if role := _type(node):
+            # The module's bias gets the role too; the caller ignores it where names show a bias.
+            for rest, _ in jax.tree.leaves_with_path(node):
+                roles_by_path["/".join(trees.names((*path, *rest)))] = role
+    return roles_by_path
+
+
+def _type(node: Any) -> Role | None:
+    """The role of a module's parameters, if its type or its settings show it."""
+    # penzai's arrays have `named_axes`, Haliax's have `array` and `axes`.
+    is_haliax = hasattr(node, "array") and hasattr(node, "axes")
+    has_named_axes = hasattr(node, "named_axes") or is_haliax
+    # Flax calls the groups of a convolution feature_group_count, Equinox groups.
+    groups = getattr(node, "feature_group_count", getattr(node, "groups", 1))
+    is_grouped = isinstance(groups, int) and groups > 1
+    if has_named_axes or is_grouped or hasattr(node, "einsum_str"):
+        return SPECIAL
+    return EMBEDDING if type(node).__name__ in ("Embedding", "Embed") else None

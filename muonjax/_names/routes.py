@@ -28,7 +28,7 @@ from muonjax._common.nnx_models import parameters_of
 from muonjax._names import roles
 from muonjax._names.axes import matrices
 from muonjax._names.callers_rules import PathRules, apply_rules
-from muonjax._names.check_parameters import INSPECT, check_parameters, types_of_modules
+from muonjax._names.check_parameters import INSPECT, check_parameters
 from muonjax._names.convolutions import patch_embedding
 from muonjax._names.ends_of_model import ends
 from muonjax._names.layer_axes import has_axis_of_layers, unstack
@@ -114,7 +114,7 @@ def routes(
         leaves = trees.flatten_paths(arrays)
         ruled = apply_rules(leaves, rules)
     # Modules know more than a tree of their arrays, such as that a layer is an embedding.
-    parameters = _parameters(arrays, types_of_modules(params))
+    parameters = _parameters(arrays, roles.types_of_modules(params))
     # What leaves say of each other: a bias shows the outputs of its kernel, and all together show
     # in which order the library stores weights.
     neighbors = Neighbors(parameters)
