@@ -163,8 +163,8 @@ def _kernel(x_gmem, y_gmem, scale_gmem, *refs, addend: bool):
                 return lax.fori_loop(0, steps, load_slice, stage)
 
             # The multiplying warpgroups hand each stage back once at the start and once after each
-            # use, and `load_slice` waits once before each use. So one arrival for each stage is
-            # left, and is awaited before the barriers are released.
+            # use, and `load_slice` waits once before each use. So each stage was handed back once
+            # more than it was waited for, which is awaited before the barriers are released.
             for stage in range(stages):
                 plgpu.barrier_wait(free.at[stage])
 

@@ -440,7 +440,7 @@ class Certificate:
         if node.name == "scan_stack":
             return np.expand_dims(table, self.first).swapaxes(loop, self.first)
         table = table.swapaxes(loop, self.first)
-        # After the exchange with a loop's axis one entry is left.
+        # After the exchange with a loop's axis one entry is left, but of what the loop carried out.
         if table.shape[self.first] > 1:
             raise NotFollowed
         return table.squeeze(self.first)

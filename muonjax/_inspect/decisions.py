@@ -41,7 +41,10 @@ class Decision(NamedTuple):
 
 
 def decide(records: Records, is_loss: bool) -> list[Decision]:
-    """One decision for each parameter."""
+    """One decision for each parameter, in the order of the tree.
+
+    `is_loss`: the function returns a number, so that its last products are output heads.
+    """
     decider = _Decider(records, is_loss)
     # What is done where no gradient comes back, as in a teacher with the same parameters,
     # says nothing of them.

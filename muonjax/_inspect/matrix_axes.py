@@ -67,7 +67,7 @@ def matrices_of(
             )
     # Where no operation cuts the result of a product, the function may cut the parameter itself, as
     # in x @ w[:, :32] and x @ w[:, 32:]. Such slices are parts only if together they fill the axis;
-    # else it stays one matrix. `sliced`, with all axes of columns, asks for that.
+    # else it stays one matrix: along `sliced` axes, here all of columns, `_cut` leaves no rest.
     if form.cut is None:
         slices = {use.view.layout.region for use in uses}
         cut = _cut(slices, shape, form.columns, sliced=form.columns)

@@ -26,7 +26,7 @@ _MOVES = """
 _MOVING = frozenset(_MOVES.split())
 _ARITHMETIC: dict[str, Callable[..., np.ndarray]] = {
     "add": np.add,
-    "log": np.log,
+    "log": np.log,  # of a mask of 0 and 1
     "max": np.maximum,
     "min": np.minimum,
     "mul": np.multiply,
@@ -76,7 +76,7 @@ def is_mask(graph: Graph, value: int, hides: float = MASKED) -> bool:
 
 def _result_of(graph: Graph, node: Node) -> np.ndarray | None:
     """The numbers that the result of an operation may hold, by those that its operands may hold;
-    None if data decide.
+    None if data decide, or parameters themselves.
 
     where(data, 0, -1e9) holds 0 and -1e9, and data + 1 gives None. Data times a number as large as
     a mask's are taken for a mask that is an argument: data * -1e9 holds -1e9, 0 and 1e9.
@@ -90,7 +90,8 @@ def _result_of(graph: Graph, node: Node) -> np.ndarray | None:
         inputs = node.inputs
     else:
         # Without data these are numbers of the program, such as the cosines of positions, or made
-        # of parameters too. They are not computed here: a NaN stands for them.
+        # of parameters too. They are not computed here (what a loop carries is made of itself): a
+        # NaN stands for them.
         return _MANY if graph.of_data.isdisjoint(node.inputs) else None
     # The numbers of each operand, but for those of which data say which.
     known = []

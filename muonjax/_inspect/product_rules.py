@@ -549,8 +549,8 @@ def _by_constants(
     keys or values.
 
     The result is linear in the activation: its projections go on, with the columns added up that
-    the product sums over, and its logits, but for those of a softmax that ends here. If the numbers
-    may be frozen keys, it has new logits.
+    the product sums over, and its logits, those of a softmax that ends here as those of a sum. If
+    the numbers may be frozen keys, it has new logits.
     """
     # softmax(q k^T) @ c, of frozen values c, sums over the keys and ends an attention. Its logits
     # go on as those of a sum: with ones in c it is one, perhaps the one that divides the weights. A

@@ -253,8 +253,8 @@ def _share_with_replicas(buffer: jax.Array, round_: Round) -> list[jax.Array]:
     # `row_size` columns more, since JAX moves an update back that would reach beyond the array.
     shape = (len(buffer), end + round_.row_size)
     columns = jnp.zeros(shape, buffer.dtype)
-    # `_pack` has padded each row with zeros, so it may reach into the columns of the next
-    # replica, where they add nothing.
+    # `_pack` has padded each row with zeros, which owners leave, so it may reach into the columns
+    # of the next replica, where they add nothing.
     columns = jax.lax.dynamic_update_slice(columns, buffer, (0, start))
     columns = jax.lax.psum(columns[:, :end], replica_axes)
     return jnp.split(columns, starts[1:], axis=1)

@@ -1,9 +1,9 @@
 """Read what a parameter is from its path: a bias, an attention's kernel, a convolution, a table;
 or from the type of its module.
 
-Names and types only; `axes` and `ends_of_model` read shapes. A path is read in snake case, without numbers,
-and split at slashes and dots (`path_words`). Each row of the tables below says which library needs
-it.
+Names and types only; `axes` and `ends_of_model` read shapes. A path is read in snake case, without
+numbers, and split at slashes and dots (`path_words`). Each row of the tables below says which
+library needs it.
 """
 
 import re
@@ -386,10 +386,10 @@ def types_of_modules(params: Any) -> dict[str, Role]:
     """The roles that types and settings of modules show and names can't,
     by the path of the parameter.
 
-    An `eqx.nn.Embedding` is an embedding under any name. All others that show something have the
-    role SPECIAL, which no name decides: such a kernel goes to Adam, with a warning. Settings show
-    that a kernel has groups, that it belongs to an einsum with letters of its own, or that its axes
-    have names, as those of penzai and Haliax.
+    An `eqx.nn.Embedding` or an `nnx.Embed` is an embedding under any name. All others that show
+    something have the role SPECIAL, which no name decides: such a kernel goes to Adam, with a
+    warning. Settings show that a kernel has groups, that it belongs to an einsum with letters of
+    its own, or that its axes have names, as those of penzai and Haliax.
     """
     roles_by_path: dict[str, Role] = {}
     # `_type` gives a role to some modules, and None to all else. So the leaves here are these

@@ -150,9 +150,9 @@ def _parameters(arrays: Any, roles_of_modules: Mapping[str, Role]) -> list[Param
         if not jnp.issubdtype(trees.dtype_of(leaf), jnp.inexact):
             continue
         # The type of a module shows what its kernel is: that of an `eqx.nn.Embedding` is an
-        # embedding under any name, and that of a grouped convolution is special. The convolution's
-        # bias has the same role there, which is wrong: what names give to Adam, such as a bias,
-        # keeps the role that they show.
+        # embedding under any name, and that of a grouped convolution is `SPECIAL`, which stays
+        # open. The convolution's bias has the same role there, which is wrong: what names give to
+        # Adam, such as a bias, keeps the role that they show.
         role = roles_by_path[path]
         if role not in roles.ADAM:
             role = roles_of_modules.get(path, role)
