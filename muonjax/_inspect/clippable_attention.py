@@ -154,13 +154,12 @@ def _check_softmaxes(records: Records, product: int) -> None:
     different = {(logits.value, keys) for logits, keys in softmaxes}
     # `other_readers` has this product if an operation multiplies an array by exponentials of it
     # whose logits were lost on the way, as softmax(logits)² @ values.
+    # So do derivatives of the model in a loss, as of a physicist's network.
     if len(different) > 1 or product in attention.other_readers:
-        why = "several softmaxes take its logits"
-        # A loss that is made of the model's derivatives, as of a physicist's network: they multiply
-        # the exponentials once more.
-        if "jvp" in records.graph.derivatives(product):
-            why = "the function takes derivatives of it, which a clip would change too"
-        raise Refused(f"{why}: {records.line(product)}")
+        raise Refused(
+            "several softmaxes take its logits, or the function takes derivatives of it: "
+            f"{records.line(product)}"
+        )
 
 
 def _check_readers(records: Records, product: int) -> None:

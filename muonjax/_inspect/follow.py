@@ -56,10 +56,18 @@ def _follow_loop(records: Records, first: range, body: range) -> None:
     gives. Which columns are where is not carried on: `_after_round` records them as parts. Only the
     maximum of logits and the sum of softmax's weights are, for an online softmax.
     """
-    graph = records.graph
     values = records.values
-    carries = [records.nodes[i] for i in first if i in graph.live]
-    carried = [dependent([values[carry.inputs[0]]]) for carry in carries]
+    carries = []
+    carried = []
+    for i in first:
+        carry = records.nodes[i]
+        start, end = carry.inputs
+        # What the body returns as it is, such as parameters in the carry, stays what it was.
+        if end in carry.outputs:
+            values[end] = values[start]
+        else:
+            carries.append(carry)
+            carried.append(dependent([values[start]]))
     before = None
     # What a round records of an operation replaces what the round before recorded, and a round only
     # adds dependencies, of which there are finitely many. In `a, b = x, a` x takes two rounds to b.
@@ -70,13 +78,12 @@ def _follow_loop(records: Records, first: range, body: range) -> None:
         before = carried
         carried = [_after_round(records, carry) for carry in carries]
     # "transpose" is the backward pass of a gradient that the function takes by itself.
-    takes_gradients = any("transpose" in graph.derivatives(i) for i in body)
+    takes_gradients = any("transpose" in records.graph.derivatives(i) for i in body)
     for carry in carries:
         start = values[carry.inputs[0]]
         # What is made of parameters alone and is changed by the loop is an initial state, as of an
-        # RNN: "other" leaves it to AdamW if no product uses it. (JAX carries no array that the body
-        # returns as it is.) But a loop that takes gradients may train it, as in MAML: then it may
-        # be a matrix, and "unknown" leaves it to names.
+        # RNN: "other" leaves it to AdamW if no product uses it. But a loop that takes gradients may
+        # train it, as in MAML: then it may be a matrix, and "unknown" leaves it to names.
         if start.is_weight:
             kind = "unknown" if takes_gradients else "other"
             records.record_views(

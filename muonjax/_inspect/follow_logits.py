@@ -9,6 +9,7 @@ and the attention is refused with that operation.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from muonjax._inspect.graph import Node
@@ -126,9 +127,7 @@ def _from_softmax(
     for k in weights or operands.get("sum") or operands.get("maximum", []):
         logits += [x for x in operation.values[k].logits if x.product not in lost]
     if weights and operation.is_scale:
-        divisor = operation.values[1 - weights[0]]
-        for x in logits:
-            _record_normalization(operation.records, x, divisor)
+        record_normalization(operation.records, logits, operation.values)
     return tuple(dict.fromkeys(logits))
 
 
@@ -140,15 +139,19 @@ def summed(value: Value) -> tuple[Logits, ...]:
     )
 
 
-def _record_normalization(records: Records, logits: Logits, divisor: Value) -> None:
-    """Records over which axes softmax normalizes the weights of these logits, if `divisor` is made
-    of their sum: those along which a weight and the sum that divides it have other positions."""
-    product = logits.product
-    for total in divisor.logits:
-        if total.product == product and total.stage == "sum":
-            # The sum has the positions of all keys, and of all heads if it goes over these, too.
-            runs = set(logits.layout.runs[1:]).difference(total.layout.runs)
-            records.attention.normalized[product] |= axes_of(runs)
+def record_normalization(
+    records: Records, logits: Iterable[Logits], values: Iterable[Value]
+) -> None:
+    """Records over which axes softmax normalizes the weights of these logits, if other values that
+    meet them, such as a divisor, are made of sums of these weights: those along which a weight and
+    the sum have other positions."""
+    for value in values:
+        for total in value.logits:
+            for x in logits:
+                if total.product == x.product and total.stage == "sum":
+                    # The sum has the positions of all keys, and of all heads if it goes over these.
+                    runs = set(x.layout.runs[1:]).difference(total.layout.runs)
+                    records.attention.normalized[x.product] |= axes_of(runs)
 
 
 def _exponential(node: Node, value: Value) -> tuple[Logits, ...]:
@@ -197,7 +200,7 @@ def _added(operation: Operation, at: int) -> tuple[Logits, ...]:
             shifts = [fact for fact in other.facts if fact.what == "repeats"]
             logits.append(x._replace(shifts=(*x.shifts, *shifts)))
             # exp(x - logsumexp(x)) has divided by a sum already.
-            _record_normalization(operation.records, x, other)
+            record_normalization(operation.records, [x], [other])
         # A mask or a bias may be added before the maximum is subtracted, and not after it: the
         # largest logits are measured before. Nor may it depend on parameters, as a learned bias
         # does: then a clip may change it.

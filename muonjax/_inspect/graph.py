@@ -184,23 +184,19 @@ class Graph:
         for node in self.nodes:
             for x in node.inputs:
                 self.readers[x].append(node.index)
-        self.of_data = self._downstream(self.arguments)
+        # The data, and what is made of them: what comes to a loop from the end of its body is in
+        # what it carries only one round later.
+        self.of_data = set(self.arguments)
+        size = 0
+        while size < len(self.of_data):
+            size = len(self.of_data)
+            for node in self.nodes:
+                if not self.of_data.isdisjoint(node.inputs):
+                    self.of_data.update(node.outputs)
         # The operations that an output depends on, and those that a gradient of the outputs comes
         # back to.
         self.live = self._producers(self.upstream(self.outputs))
         self.trained = self._producers(self.upstream(self.outputs, with_gradient=True))
-
-    def _downstream(self, values: Iterable[int]) -> set[int]:
-        """These values, and all that are made of them."""
-        downstream = set(values)
-        size = 0
-        # What comes to a loop from the end of its body is in what it carries only one round later.
-        while size < len(downstream):
-            size = len(downstream)
-            for node in self.nodes:
-                if not downstream.isdisjoint(node.inputs):
-                    downstream.update(node.outputs)
-        return downstream
 
     def _producers(self, values: Iterable[int]) -> set[int]:
         """The operations that make these values."""

@@ -195,6 +195,22 @@ def weights_next_to_what_they_leave_over(p, x):
     return loss_of(p, mixed(a, v)), logits
 
 
+def with_a_slot(axes):
+    """Softmax of exponentials next to their mean, for a slot without values."""
+
+    def softmax(logits, p):
+        e = jnp.exp(logits)
+        slot = jnp.broadcast_to(e.mean(axes, keepdims=True), (B, H, T, 1))
+        a = jnp.concatenate([e, slot], -1)
+        return (a / a.sum(-1, keepdims=True))[..., :-1]
+
+    return softmax
+
+
+spelled("next_to_a_slot_of_its_head", softmax=with_a_slot(3))
+spelled("next_to_a_slot_of_all_heads", OF_ALL, softmax=with_a_slot((1, 3)))
+
+
 @program(X, sites=(NOT_ALL, ""), **QKVO, r=(D, D), s=(D, D))
 def queries_of_values_that_are_data(p, x):
     """The first attention mixes data, and is read by the second one's queries."""

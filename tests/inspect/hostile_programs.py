@@ -322,6 +322,36 @@ def a_recurrent_cell(p, x):
     return jnp.mean((h @ p["out"]) ** 2)
 
 
+CARRIED = {"w": ((D, D), "0 | 1"), "b": ((D,), "added"), "out": ((D, 1), "head")}
+
+
+@program(ROWS, **CARRIED)
+def parameters_in_a_carry(p, x):
+    """JAX does not see that the body, which has a jaxpr of its own, returns them as they are."""
+
+    @jax.jit
+    def body(carry):
+        p, x = carry
+        return p, jnp.tanh(x @ p["w"] + p["b"])
+
+    (p, x), _ = lax.scan(lambda carry, _: (body(carry), None), (p, x), length=3)
+    return jnp.mean((x @ p["out"]) ** 2)
+
+
+@program(ROWS, **CARRIED)
+def parameters_that_a_condition_reads(p, x):
+    """A deep equilibrium model, whose loop ends near its fixed point."""
+
+    def cell(p, z):
+        return jnp.tanh(z @ p["w"] + p["b"] + x)
+
+    def goes_on(carry):
+        return jnp.abs(cell(*carry) - carry[1]).max() > 0.1
+
+    p, z = lax.while_loop(goes_on, lambda carry: (carry[0], cell(*carry)), (p, x))
+    return jnp.mean((z @ p["out"]) ** 2)
+
+
 @program(
     ROWS,
     X,
