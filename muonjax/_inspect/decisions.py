@@ -211,9 +211,9 @@ class _Decider:
         # The first layer of a vision transformer, a convolution or a product with a reshaped image.
         # A product with windows of features, as where a later layer halves the image, is a layer as
         # any other: its activation depends on earlier products.
-        values = self.records.values
         if all(
-            use.kernel.is_patch and values[use.activation].depends_on < OF_PRODUCTS
+            use.kernel.is_patch
+            and self.records.values[use.activation].depends_on < OF_PRODUCTS
             for use in matrices
         ):
             return self._adam(

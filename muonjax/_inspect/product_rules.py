@@ -458,13 +458,14 @@ def _record_attention(
             # has recorded that its batch axis g counts heads. Here h does so too, a free axis of q;
             # along the other free axis, of positions, no columns lie.
             records.record_heads(operand.value.projections, operand.free)
+            # A fused kernel gives both queries and keys, whose regions stay two parts.
+            is_query = operand.is_query(keys)
             for projection in operand.value.projections:
                 # That einsum sums over d and keeps h, both columns of q, as a mixture of experts
                 # does: `_record_mixture` recorded q's kernel as "unknown" there, which would leave
                 # it to names. That use, if there is one, is taken back: 0 is its `k`.
                 records.uses.by_operation.pop((product, projection.view.leaf, 0), None)
-                # A fused kernel gives both queries and keys, whose regions stay two parts.
-                side = (projection.product, operand.is_query(keys))
+                side = (projection.product, is_query)
                 regions_of_side.add((side, projection.layout.region))
     for (layer, _), regions in grouped(regions_of_side).items():
         # q[..., :8] k^T + q[..., 8:] r^T is q [k, r]^T, one product with all columns of q. So the
