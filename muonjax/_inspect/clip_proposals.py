@@ -49,9 +49,6 @@ def proposals_of(records: Records, products: Sequence[int]) -> list[Spans]:
         # each product of softmax's weights and values. The first one stands for all: logits whose
         # pairs have different axes were refused before (`_check_softmaxes`).
         _, key_axes = attention.softmaxes[product][0]
-        # A softmax over heads and keys together has one temperature, so these heads are scaled as
-        # one: what is in `key_axes` counts no heads (`_Side.heads`).
-        key_axes |= attention.normalized[product]
         # The queries are the operand that has no axis of keys.
         left, right = attention.operands[product]
         if not left.is_query(key_axes):

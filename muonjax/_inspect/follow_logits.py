@@ -9,7 +9,7 @@ and the attention is refused with that operation.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from muonjax._inspect.graph import Node
@@ -19,7 +19,6 @@ from muonjax._inspect.values import Addend, Logits, Value, grouped
 
 if TYPE_CHECKING:
     from muonjax._inspect.entrywise_rules import Operation
-    from muonjax._inspect.records import Records
 
 EXPONENTIALS = ("exp", "exp2", "logistic")
 _ROOTS = "sqrt rsqrt cbrt pow integer_pow square one_minus_square polynomial"
@@ -119,16 +118,11 @@ def _from_softmax(
     is_product = operation.is_scale and len(weights) > 1
     if weights and (is_product or operation.node.name in _POWERS):
         return ()
-    # Logits end next to an array of their exponentials that was not followed, such as the last
-    # entry of a `cumsum`: it may be a sum over several heads.
-    lost = {v.exponential_of for v in operation.values if not v.logits}
     logits = []
     # A sum or a maximum, mostly one number for each query, only scales the weights next to it.
     for k in weights or operands.get("sum") or operands.get("maximum", []):
-        logits += [x for x in operation.values[k].logits if x.product not in lost]
-    if weights and operation.is_scale:
-        record_normalization(operation.records, logits, operation.values)
-    return tuple(dict.fromkeys(logits))
+        logits += operation.values[k].logits
+    return normalized(logits, operation.values)
 
 
 def summed(value: Value) -> tuple[Logits, ...]:
@@ -139,19 +133,26 @@ def summed(value: Value) -> tuple[Logits, ...]:
     )
 
 
-def record_normalization(
-    records: Records, logits: Iterable[Logits], values: Iterable[Value]
-) -> None:
-    """Records over which axes softmax normalizes the weights of these logits, if other values that
-    meet them, such as a divisor, are made of sums of these weights: those along which a weight and
-    the sum have other positions."""
-    for value in values:
-        for total in value.logits:
-            for x in logits:
-                if total.product == x.product and total.stage == "sum":
-                    # The sum has the positions of all keys, and of all heads if it goes over these.
-                    runs = set(x.layout.runs[1:]).difference(total.layout.runs)
-                    records.attention.normalized[x.product] |= axes_of(runs)
+def normalized(logits: Iterable[Logits], values: Sequence[Value]) -> tuple[Logits, ...]:
+    """These logits, mostly of softmax's weights, after an operation that takes all these values,
+    such as the weights and their divisor.
+
+    Softmax normalizes over the axes along which a weight and a sum of these weights have other
+    positions. Logits end next to an array of their exponentials that was not followed, such as the
+    last entry of a `cumsum`: it may be a sum over several heads.
+    """
+    lost = {value.exponential_of for value in values if not value.logits}
+    totals = [x for value in values for x in value.logits if x.stage == "sum"]
+    result = []
+    for x in logits:
+        for total in totals:
+            if total.product == x.product:
+                # The sum has the positions of all keys, and of all heads if it goes over these.
+                runs = set(x.layout.runs[1:]).difference(total.layout.runs)
+                x = x._replace(normalized=x.normalized | axes_of(runs))
+        if x.product not in lost:
+            result.append(x)
+    return tuple(dict.fromkeys(result))
 
 
 def _exponential(node: Node, value: Value) -> tuple[Logits, ...]:
@@ -198,9 +199,9 @@ def _added(operation: Operation, at: int) -> tuple[Logits, ...]:
             # `repeating` notes. If it differs along the keys, `clippable_attention` refuses.
             other = other.repeating(x.layout.shape)
             shifts = [fact for fact in other.facts if fact.what == "repeats"]
-            logits.append(x._replace(shifts=(*x.shifts, *shifts)))
+            x = x._replace(shifts=(*x.shifts, *shifts))
             # exp(x - logsumexp(x)) has divided by a sum already.
-            record_normalization(operation.records, [x], [other])
+            logits += normalized([x], [other])
         # A mask or a bias may be added before the maximum is subtracted, and not after it: the
         # largest logits are measured before. Nor may it depend on parameters, as a learned bias
         # does: then a clip may change it.

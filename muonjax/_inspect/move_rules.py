@@ -235,7 +235,7 @@ def _concatenate(records: Records, node: Node) -> Sequence[Value]:
     # If several of the arrays have logits, they end here, and their attention is refused.
     with_logits = [x.logits for x in placed if x.stage not in ("", "sum")]
     logits = with_logits[0] if len(with_logits) == 1 else ()
-    follow_logits.record_normalization(records, logits, placed)
+    logits = follow_logits.normalized(logits, placed)
     # Parts of one product become one projection again, as the halves of rotary features do.
     projections = projections_of_all(records, placed)
     return [result._replace(views=tuple(views), projections=projections, logits=logits)]

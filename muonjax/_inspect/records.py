@@ -80,9 +80,6 @@ class AttentionRecords:
         # queries or frozen keys after a sum of its exponentials, as in a softmax. A sum along
         # columns of a parameter does not count: it makes one of the `routers`.
         self.candidates: set[int] = set()
-        # The axes of the product over which a softmax sums its exponentials, to divide them by
-        # the sum: those of the keys. Heads, if it sums over them too, are scaled as one.
-        self.normalized: dict[int, frozenset[int]] = defaultdict(frozenset)
         # Products whose softmax is along columns of a parameter, as of a router, an output head or
         # learned keys: its weights may choose experts, or entries of a codebook.
         self.routers: set[int] = set()

@@ -173,6 +173,8 @@ class Logits(NamedTuple):
     is_masked: bool = False  # some are replaced, or hidden by what was added
     # The axes of the array along which a number differs that was subtracted, such as their maximum.
     shifts: tuple[AxisFact, ...] = ()
+    # The axes of the product over which weights were summed, to divide them by the sum.
+    normalized: frozenset[int] = frozenset()
 
     @property
     def is_biased(self) -> bool:
@@ -219,12 +221,20 @@ class Value(NamedTuple):
     def without_gradient(self) -> Value:
         """The value after a `stop_gradient`: it depends on FROZEN in place of PARAMETER.
 
-        Only its facts stay, and its logits: softmax subtracts their maximum without gradient.
+        Only its facts stay, and its logits: softmax subtracts their maximum without gradient. An
+        array whose logits were lost is known to be made of exponentials still: it may be the sum
+        that divides them.
         """
         depends_on = self.depends_on
         if depends_on & PARAMETER:
             depends_on = (depends_on - PARAMETER) | FROZEN
-        return Value(depends_on, logits=self.logits, facts=self.facts)
+        exponential_of = -1 if self.logits else self.exponential_of
+        return Value(
+            depends_on,
+            logits=self.logits,
+            facts=self.facts,
+            exponential_of=exponential_of,
+        )
 
     @property
     def stage(self) -> str:

@@ -124,6 +124,10 @@ def divided_by(sum_of):
     return softmax
 
 
+def norm_1(e):
+    return e / e.sum(-1, keepdims=True)
+
+
 def sum_of_heads(e):
     """The sum over heads and keys, head by head."""
     start = jnp.zeros((B, T, 1))
@@ -147,7 +151,7 @@ def running_maxima(logits, moved=lambda m: m):
 OF_ALL = "the factor of its head"
 spelled("shifted_by_a_running_maximum",
         softmax=lambda x, p: jax.nn.softmax(x - running_maxima(x)[0][..., None]))  # fmt: skip
-spelled("divided_by_a_sum", softmax=divided_by(lambda e: e.sum(-1, keepdims=True)))
+spelled("divided_by_a_sum", softmax=lambda x, p: norm_1(jnp.exp(x)))
 spelled("divided_by_a_sum_in_two_steps", OF_ALL,
         softmax=divided_by(lambda e: e.sum(3, keepdims=True).sum(1, keepdims=True)))  # fmt: skip
 spelled("divided_by_a_sum_that_is_repeated_first", OF_ALL,
@@ -155,11 +159,15 @@ spelled("divided_by_a_sum_that_is_repeated_first", OF_ALL,
 spelled(
     "divided_by_a_sum_in_a_loop_over_heads", NOT_ALL, softmax=divided_by(sum_of_heads)
 )
+spelled("divided_by_a_sum_in_a_loop_without_gradient", NOT_ALL,
+        softmax=divided_by(lambda e: lax.stop_gradient(sum_of_heads(e))))  # fmt: skip
+spelled("divided_after_a_mean_of_all_heads_is_added", OF_ALL,
+        softmax=lambda x, p: norm_1(jnp.exp(x) + jnp.exp(x).mean((1, 3), keepdims=True)))  # fmt: skip
 spelled("divided_by_the_largest_of_all_heads", OF_ALL,
         softmax=divided_by(lambda e: e.max((1, 3), keepdims=True)))  # fmt: skip
 spelled("divided_by_a_sum_without_gradient", OF_ALL,
         softmax=divided_by(lambda e: lax.stop_gradient(e.sum((1, 3), keepdims=True))))  # fmt: skip
-spelled("divided_by_products_with_ones", OF_ALL,
+spelled("divided_by_products_with_ones", "several softmaxes",
         softmax=divided_by(lambda e: jnp.einsum("bhqk,h->bqk", e @ ONES[:, :1], ONES[0, :H])[:, None]))  # fmt: skip
 spelled("divided_by_the_sum_of_a_head_plus_that_of_all", OF_ALL,
         softmax=divided_by(lambda e: e.sum(3, keepdims=True) + e.sum((1, 3), keepdims=True)))  # fmt: skip
@@ -195,20 +203,20 @@ def weights_next_to_what_they_leave_over(p, x):
     return loss_of(p, mixed(a, v)), logits
 
 
-def with_a_slot(axes):
-    """Softmax of exponentials next to their mean, for a slot without values."""
+def with_a_slot(sum_of):
+    """Softmax of exponentials next to a sum of them, for a slot without values."""
 
     def softmax(logits, p):
         e = jnp.exp(logits)
-        slot = jnp.broadcast_to(e.mean(axes, keepdims=True), (B, H, T, 1))
-        a = jnp.concatenate([e, slot], -1)
-        return (a / a.sum(-1, keepdims=True))[..., :-1]
+        slot = jnp.broadcast_to(sum_of(e), (B, H, T, 1))
+        return norm_1(jnp.concatenate([e, slot], -1))[..., :-1]
 
     return softmax
 
 
-spelled("next_to_a_slot_of_its_head", softmax=with_a_slot(3))
-spelled("next_to_a_slot_of_all_heads", OF_ALL, softmax=with_a_slot((1, 3)))
+spelled("next_to_a_slot_of_its_head", softmax=with_a_slot(lambda e: e.sum(3, keepdims=True)))  # fmt: skip
+spelled("next_to_a_slot_of_all_heads", OF_ALL, softmax=with_a_slot(lambda e: e.sum((1, 3), keepdims=True)))  # fmt: skip
+spelled("next_to_a_slot_of_all_heads_by_a_loop", NOT_ALL, softmax=with_a_slot(sum_of_heads))  # fmt: skip
 
 
 @program(X, sites=(NOT_ALL, ""), **QKVO, r=(D, D), s=(D, D))
