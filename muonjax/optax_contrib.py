@@ -310,7 +310,7 @@ def _iteration(
         def square(a: jax.Array) -> jax.Array:
             """A A^H: at half the work on a CPU, elsewhere by a plain product,
             with Optax's rounding."""
-            return symmetric_product(a) if policy.is_cpu else product.with_adjoint(a, a)
+            return symmetric_product(a) if policy.is_cpu else product.with_adjoint(a)
 
         # Y = scale X: squares of a large X would overflow, as they do in Optax.
         # A power of two does not round.

@@ -41,10 +41,13 @@ class MatrixProduct(NamedTuple):
         return self._contracted("...ik,...kj->...ij", a, b)
 
     def with_adjoint(
-        self, a: Inexact[Array, "*batch m k"], b: Inexact[Array, "*batch n k"]
+        self,
+        a: Inexact[Array, "*batch m k"],
+        b: Inexact[Array, "*batch n k"] | None = None,
     ) -> Inexact[Array, "*batch m n"]:
-        """A B^H by contracting the last axes: a product with an adjoint would first copy a batch
-        transposed."""
+        """A B^H, or A A^H, by contracting the last axes: a product with an adjoint would first copy
+        a batch transposed."""
+        b = a if b is None else b
         return self._contracted("...ik,...jk->...ij", a, b.conj())
 
     def _contracted(self, axes: str, a: jax.Array, b: jax.Array) -> jax.Array:

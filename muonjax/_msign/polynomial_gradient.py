@@ -30,7 +30,7 @@ def _gram(
     x: Float[Array, "*batch m n"], dot: MatrixProduct
 ) -> Float[Array, "*batch m m"]:
     """X X^T. Its derivative dX X^T + X dX^T takes one product, where JAX's own would take two."""
-    return dot.with_adjoint(x, x)
+    return dot.with_adjoint(x)
 
 
 @_gram.defjvp

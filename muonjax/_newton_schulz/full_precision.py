@@ -16,21 +16,21 @@ underflows; then it is divided by an upper bound of its largest singular value.
 from __future__ import annotations
 
 import itertools
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 
 from muonjax._common.linalg import (
     MatrixProduct,
-    on_diagonal,
     or_one,
     scaled,
     square_norm,
 )
 from muonjax._common.platform_policy import Policy
 from muonjax._common.power_of_two_scale import largest_entry, scale_of_largest
-from muonjax._newton_schulz.coefficients import Coefficients, restarts_of
+from muonjax._newton_schulz.coefficients import restarts_of
+from muonjax._newton_schulz.composed_steps import composed
 from muonjax._newton_schulz.deflation import (
     ROUNDING,
     Deflation,
@@ -100,7 +100,7 @@ def iterate(
     # serves the first step.
     r, r2, scale = normalize(r, deflation, settings.normalization, product)
     stops = [*restarts, len(rows)]
-    q = _composed(rows[: stops[0]], r, r2, product)
+    q = composed(rows[: stops[0]], r, r2, product)
     # Q s, and then Q s W: X itself was neither normalized nor deflated. A matrix that was zero
     # gets 0.
     q = scaled(q, jnp.where(nonzero, scale, 0))
@@ -110,40 +110,8 @@ def iterate(
     # X <- Q X for the steps from one stop to the next, which share the R that is made of X at the
     # first: steps 3 and 4 with stops at 3 and 5.
     for start, stop in itertools.pairwise(stops):
-        x = multiply(_composed(rows[start:stop], product(x), None, product), x)
+        x = multiply(composed(rows[start:stop], product(x), None, product), x)
     return x
-
-
-def _composed(
-    rows: Coefficients,
-    r: Inexact[Array, "*batch m m"],
-    r2: Inexact[Array, "*batch m m"] | None,
-    product: SymmetricProduct,
-) -> Inexact[Array, "*batch m m"]:
-    """Q with p_k(...p_1(X)) = Q X for the polynomials of all rows, from R = X X^H,
-    and R^2 if that is already made.
-
-    No eigenvalue of R is above 1, up to rounding. The rows are those between two restarts: one in
-    the standard form, mostly all in the Gram form.
-    """
-    # a I is added by a mask of the diagonal. It is equal in all passes of the loop over the
-    # matrices of a stack: XLA would make an m x m matrix a I for each row before it, and keep it.
-    diagonal = on_diagonal(r)
-    q: Any = None
-    p: Any = None
-    for a, b, c in rows:
-        if p is not None:
-            # R <- P R P, the Gram matrix of P X. All are polynomials in the first R, and commute.
-            r = product(product(r, p), p)
-            r2 = None
-        # P = a I + b R + c R^2
-        p = b * r
-        if c != 0:
-            p += c * (product(r) if r2 is None else r2)
-        p = jnp.where(diagonal, p + a, p)
-        # Q <- Q P
-        q = p if q is None else product(q, p)
-    return q
 
 
 def below_one(

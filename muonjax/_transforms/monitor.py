@@ -259,7 +259,7 @@ def _deviation(update: jax.Array, piece: Piece) -> Float32[Array, " batch"]:
         largest = jnp.max(jnp.abs(u), (-2, -1), keepdims=True)
         u = u / or_one(largest)
         # A = U U^H, with products in full precision
-        gram = dot.with_adjoint(u, u)
+        gram = dot.with_adjoint(u)
         # The least |c A - I|^2 / m over c is 1 - cos^2 of the angle between A and I, where cos^2 is
         # <A, I>^2 / (|A|^2 |I|^2) with <A, I> = tr(A) = |U|^2 and |I|^2 = m.
         # Zeros count as orthogonal: `or_one` makes cos^2 1 / 1.

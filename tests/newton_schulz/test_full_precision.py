@@ -413,14 +413,11 @@ def test_bad_settings(arguments, error, message):
         NewtonSchulz(**arguments)
 
 
-def test_what_half_precision_lacks_is_refused():
+def test_a_step_may_lack_a_linear_term():
     settings = NewtonSchulz(coefficients=((0.0, 1.0, 0.0), (2.0, -1.0, 0.0)))
-    muonjax.newton_schulz(jnp.ones((3, 3)), settings)
     half = dataclasses.replace(settings, compute_dtype="bfloat16")
-    with pytest.raises(
-        ValueError, match=r"in half precision.*linear term.*compute_dtype='float32'"
-    ):
-        muonjax.newton_schulz(jnp.ones((3, 3)), half)
+    x, y = (muonjax.newton_schulz(jnp.ones((3, 3)), a) for a in (settings, half))
+    np.testing.assert_allclose(x, y, atol=0.01)
 
 
 def test_bad_matrices():

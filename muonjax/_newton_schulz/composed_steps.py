@@ -1,0 +1,58 @@
+"""Several Newton-Schulz steps as one product with X, from its Gram matrix."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+
+from muonjax._common.linalg import at_least_float32, on_diagonal
+from muonjax._newton_schulz.coefficients import Coefficients
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float, Inexact
+
+
+def composed(
+    rows: Coefficients,
+    r: Inexact[Array, "*batch m m"],
+    r2: Inexact[Array, "*batch m m"] | None,
+    product: Callable[..., jax.Array],
+    u: float | Float[Array, "*batch 1 1"] = 1.0,
+) -> Inexact[Array, "*batch m m"]:
+    """Q with p_k(...p_1(X)) = Q X for the polynomials of all rows, from X's Gram matrix R = u r.
+
+    The rows are those between two restarts: one in the standard form, mostly several in the Gram
+    form. Each polynomial is P = a I + b R + c R^2, summed in float32 or wider and rounded once.
+
+    Args:
+      rows: The coefficients (a, b, c) of each step.
+      r: No eigenvalue of u r is above 1, up to rounding.
+      r2: r^2 if that is already made.
+      product: (A, Y) -> A Y^H, known to be Hermitian; Y is A by default.
+      u: A number, or one for each matrix: in half precision, r times it would be rounded again.
+    """
+    # a I is added by a mask of the diagonal. It is equal in all passes of the loop over the
+    # matrices of a stack: XLA would make an m x m matrix a I for each row before it, and keep it.
+    diagonal = on_diagonal(r)
+    wide = at_least_float32(r.dtype)
+    q: Any = None
+    p: Any = None
+    for a, b, c in rows:
+        if p is not None:
+            # R <- P R P and Q <- P Q: R stays the Gram matrix of Q X, whatever P is after rounding.
+            # All are polynomials in the first R, but rounded ones don't commute: with R P P and
+            # Q P in float16, a matrix of rank three got a singular value of 1.95.
+            r = product(product(p, r), p)
+            r2 = None
+        p = b * u * r.astype(wide)
+        if c != 0:
+            r2 = product(r) if r2 is None else r2
+            p += c * u**2 * r2.astype(wide)
+        p = jnp.where(diagonal, p + a, p).astype(r.dtype)
+        # XLA for GPUs would join the products of P with R and with Q, and copy R and Q side by
+        # side: so this one gets P from a barrier.
+        q = p if q is None else product(jax.lax.optimization_barrier(p), q)
+    return q
