@@ -62,15 +62,15 @@ def test_more_stacks_of_a_shape_need_no_other_kernels(monkeypatch):
 def test_the_figures_of_kernels_and_launches_hold_the_update_to_what_was_reached():
     rows = {(row["tree"], row["method"]): row for row in committed("gpu")["results"]}
     for tree, kernels, launches in (
-        ("GPT-2-small", 95, 133),
-        ("Llama-8B, 4 layers", 140, 696),
+        ("GPT-2-small", 37, 112),
+        ("Llama-8B, 4 layers", 60, 711),
     ):
         for preset in ("fast", "balanced"):
             assert rows[tree, preset]["kernels"] <= kernels
             assert rows[tree, preset]["launches"] <= launches
             assert (
                 rows[tree, preset]["product_kinds"]
-                <= rows[tree, "Optax, bfloat16"]["product_kinds"] + 2
+                <= rows[tree, "Optax, bfloat16"]["product_kinds"]
             )
 
 
