@@ -94,7 +94,8 @@ def iterate(
     deflation = None
     if rank:
         # W X has the polar factor of X, nearly, and W R W is its Gram matrix.
-        deflation = shrink_dominant(r, rank, policy.platform)
+        squares = jnp.sum(jnp.abs(x) ** 2, -1)
+        deflation = shrink_dominant(r, squares, rank, policy.platform)
         r = deflation.gram
     # From here on R is the Gram matrix of s W X. R^2, if the bound needed it, also
     # serves the first step.
