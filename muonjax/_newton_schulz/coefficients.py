@@ -212,7 +212,8 @@ def restarts_of(rows: Coefficients, largest_growth: float) -> tuple[int, ...]:
     growth = 1.0
     # The last step needs no R after it.
     for next_step, (a, _, _) in enumerate(rows[:-1], 1):
-        growth *= a**2
+        # What a step shrinks, it rounds anew.
+        growth = max(1.0, growth * a**2)
         if growth > largest_growth:
             restarts.append(next_step)
             growth = 1.0
