@@ -122,7 +122,7 @@ def _from_softmax(
     # A sum or a maximum, mostly one number for each query, only scales the weights next to it.
     for k in weights or operands.get("sum") or operands.get("maximum", []):
         logits += operation.values[k].logits
-    return normalized(logits, operation.values)
+    return normalized(logits, operation.values, operation.is_scale)
 
 
 def summed(value: Value) -> tuple[Logits, ...]:
@@ -133,12 +133,16 @@ def summed(value: Value) -> tuple[Logits, ...]:
     )
 
 
-def normalized(logits: Iterable[Logits], values: Sequence[Value]) -> tuple[Logits, ...]:
+def normalized(
+    logits: Iterable[Logits], values: Sequence[Value], is_scale: bool = False
+) -> tuple[Logits, ...]:
     """These logits, mostly of softmax's weights, after an operation that takes all these values,
     such as the weights and their divisor.
 
     Softmax normalizes over the axes along which a weight and a sum of these weights have other
-    positions. Logits end next to an array of their exponentials that was not followed, such as the
+    positions. If `is_scale`, for a product or a quotient, weights are normalized once more that
+    were before; otherwise such a sum only mixes them, as the mean over heads that is added to
+    each. Logits end next to an array of their exponentials that was not followed, such as the
     last entry of a `cumsum`: it may be a sum over several heads.
     """
     lost = {value.exponential_of for value in values if not value.logits}
@@ -146,7 +150,8 @@ def normalized(logits: Iterable[Logits], values: Sequence[Value]) -> tuple[Logit
     result = []
     for x in logits:
         for total in totals:
-            if total.product == x.product:
+            is_mixed = x.normalized and not is_scale
+            if total.product == x.product and not is_mixed:
                 # The sum has the positions of all keys, and of all heads if it goes over these.
                 runs = set(x.layout.runs[1:]).difference(total.layout.runs)
                 x = x._replace(normalized=x.normalized | axes_of(runs))
@@ -201,7 +206,7 @@ def _added(operation: Operation, at: int) -> tuple[Logits, ...]:
             shifts = [fact for fact in other.facts if fact.what == "repeats"]
             x = x._replace(shifts=(*x.shifts, *shifts))
             # exp(x - logsumexp(x)) has divided by a sum already.
-            logits += normalized([x], [other])
+            logits += normalized([x], [other], is_scale=True)
         # A mask or a bias may be added before the maximum is subtracted, and not after it: the
         # largest logits are measured before. Nor may it depend on parameters, as a learned bias
         # does: then a clip may change it.

@@ -221,20 +221,14 @@ class Value(NamedTuple):
     def without_gradient(self) -> Value:
         """The value after a `stop_gradient`: it depends on FROZEN in place of PARAMETER.
 
-        Only its facts stay, and its logits: softmax subtracts their maximum without gradient. An
-        array whose logits were lost is known to be made of exponentials still: it may be the sum
-        that divides them.
+        Its facts stay, and its logits: softmax subtracts their maximum without gradient. If those
+        are lost, before or after, it is known still what exponentials it is made of: it may be the
+        sum that divides them.
         """
         depends_on = self.depends_on
         if depends_on & PARAMETER:
             depends_on = (depends_on - PARAMETER) | FROZEN
-        exponential_of = -1 if self.logits else self.exponential_of
-        return Value(
-            depends_on,
-            logits=self.logits,
-            facts=self.facts,
-            exponential_of=exponential_of,
-        )
+        return self._replace(depends_on=depends_on, views=(), projections=())
 
     @property
     def stage(self) -> str:

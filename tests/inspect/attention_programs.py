@@ -160,7 +160,9 @@ spelled(
     "divided_by_a_sum_in_a_loop_over_heads", NOT_ALL, softmax=divided_by(sum_of_heads)
 )
 spelled("divided_by_a_sum_in_a_loop_without_gradient", NOT_ALL,
-        softmax=divided_by(lambda e: lax.stop_gradient(sum_of_heads(e))))  # fmt: skip
+        softmax=divided_by(lambda e: sum_of_heads(lax.stop_gradient(e))))  # fmt: skip
+spelled("less_the_mean_over_heads",
+        softmax=lambda x, p: (w := jax.nn.softmax(x)) - w.mean(1, keepdims=True))  # fmt: skip
 spelled("divided_after_a_mean_of_all_heads_is_added", OF_ALL,
         softmax=lambda x, p: norm_1(jnp.exp(x) + jnp.exp(x).mean((1, 3), keepdims=True)))  # fmt: skip
 spelled("divided_by_the_largest_of_all_heads", OF_ALL,
