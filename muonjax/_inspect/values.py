@@ -173,7 +173,7 @@ class Logits(NamedTuple):
     is_masked: bool = False  # some are replaced, or hidden by what was added
     # The axes of the array along which a number differs that was subtracted, such as their maximum.
     shifts: tuple[AxisFact, ...] = ()
-    # The axes of the product over which weights were summed, to divide them by the sum.
+    # The axes of the product over which the weights were normalized, as by a division by their sum.
     normalized: frozenset[int] = frozenset()
 
     @property

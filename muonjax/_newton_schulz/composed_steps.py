@@ -31,8 +31,10 @@ def composed(
       rows: The coefficients (a, b, c) of each step.
       r: No eigenvalue of u r is above 1, up to rounding.
       r2: r^2 if that is already made.
-      product: (A, Y) -> A Y^H, known to be Hermitian; Y is A by default.
-      u: A number, or one for each matrix: in half precision, r times it would be rounded again.
+      product: (A, Y) -> A Y^H for matrices that are Hermitian and commute, but for rounding; Y is
+        A by default.
+      u: A number, or one for each matrix. It is apart from r, as u r would be rounded once more in
+        half precision.
     """
     # a I is added by a mask of the diagonal. It is equal in all passes of the loop over the
     # matrices of a stack: XLA would make an m x m matrix a I for each row before it, and keep it.

@@ -36,9 +36,9 @@ from pallas_kernels._symmetric_product import SymmetricProduct, measured_kernel
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Float32
 
-# |z|_F at the start. Entries of r are at most its square, and those of r^2 at most its fourth
-# power, 4096: far enough from 65504, where float16 ends, and from 6e-5,
-# below which float16 loses digits.
+# |z|_F at the start. Entries of the first r are at most its square, and those of r^2 at most its
+# fourth power, 4096: far enough from 65504, where float16 ends, and from 6e-5, below which float16
+# loses digits. Polynomials that bring X far above 1 in between overflow it.
 _NORM = 8.0
 
 # The bound of the largest eigenvalue is too low by rounding where entries are equal, so that their
