@@ -136,25 +136,30 @@ def summed(value: Value) -> tuple[Logits, ...]:
 def normalized(
     logits: Iterable[Logits], values: Sequence[Value], is_scale: bool = False
 ) -> tuple[Logits, ...]:
-    """These logits, mostly of softmax's weights, after an operation that takes all these values,
-    such as the weights and their divisor.
+    """These logits after an operation that also takes `values`, such as the divisor of softmax's
+    weights.
 
-    Softmax normalizes over the axes along which a weight and a sum of these weights have other
-    positions. If `is_scale`, for a product or a quotient, weights are normalized once more that
-    were before; otherwise such a sum only mixes them, as the mean over heads that is added to
-    each. Logits end next to an array of their exponentials that was not followed, such as the
-    last entry of a `cumsum`: it may be a sum over several heads.
+    Where `values` have a sum of softmax's weights, the weights are normalized over each axis of
+    the product queries @ keys.T along which the sum has other positions than the weights: the axis
+    of keys, and that of heads if the sum goes over heads too. After a product or a quotient
+    (`is_scale`) with such a sum, another operation only mixes the weights with sums, as where the
+    mean over heads is added to each head.
+
+    Logits end where one of `values` is made of their exponentials and was not followed, such as
+    the last entry of a `cumsum`: it may be a sum over several heads.
     """
     lost = {value.exponential_of for value in values if not value.logits}
     totals = [x for value in values for x in value.logits if x.stage == "sum"]
     result = []
     for x in logits:
+        is_mixed = x.is_divided and not is_scale
         for total in totals:
-            is_mixed = x.normalized and not is_scale
             if total.product == x.product and not is_mixed:
                 # The sum has the positions of all keys, and of all heads if it goes over these.
+                # The first run of a layout only tells where it has holes.
                 runs = set(x.layout.runs[1:]).difference(total.layout.runs)
-                x = x._replace(normalized=x.normalized | axes_of(runs))
+                axes = x.normalized | axes_of(runs)
+                x = x._replace(normalized=axes, is_divided=is_scale)
         if x.product not in lost:
             result.append(x)
     return tuple(dict.fromkeys(result))

@@ -442,13 +442,14 @@ def _record_attention(
     regions_of_side = set()
     for logits in softmax:
         product = logits.product
-        # Which axes of the product of queries and keys count keys: those that weights @ values sums
-        # over, and softmax. A softmax over heads and keys together has one temperature, so these
-        # heads are scaled as one, and its axis of heads counts keys too.
+        # The axes of queries @ keys.T that count keys: those over which weights @ values sums, and
+        # those over which softmax normalizes. A softmax over heads and keys together has one
+        # temperature for all these heads: its axis of heads counts keys too.
         summed = axes_of(logits.layout.runs_along(weights.summed))
         keys = summed | logits.normalized
         # `shifts` says of each number that was subtracted from the logits along which axes it
-        # differs. Only one number for all keys of a query leaves a softmax as it is.
+        # differs. Only one number for all keys of a query leaves a softmax as it is. Otherwise the
+        # product itself is recorded as what is not followed.
         if any(fact.layout.runs_along(weights.summed) for fact in logits.shifts):
             attention.other_readers[product] = product
         else:

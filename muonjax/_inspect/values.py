@@ -175,6 +175,7 @@ class Logits(NamedTuple):
     shifts: tuple[AxisFact, ...] = ()
     # The axes of the product over which the weights were normalized, as by a division by their sum.
     normalized: frozenset[int] = frozenset()
+    is_divided: bool = False  # the weights, by a sum of them
 
     @property
     def is_biased(self) -> bool:
@@ -221,9 +222,10 @@ class Value(NamedTuple):
     def without_gradient(self) -> Value:
         """The value after a `stop_gradient`: it depends on FROZEN in place of PARAMETER.
 
-        Its facts stay, and its logits: softmax subtracts their maximum without gradient. If those
-        are lost, before or after, it is known still what exponentials it is made of: it may be the
-        sum that divides them.
+        Its parameters and projections end here, as nothing trains through it. Its facts and logits
+        stay, because softmax subtracts the maximum of the logits without gradient. So does
+        `exponential_of`, for an array that has lost its logits, or loses them later: it may be the
+        sum that divides softmax's weights, which end then (`follow_logits.normalized`).
         """
         depends_on = self.depends_on
         if depends_on & PARAMETER:

@@ -212,7 +212,7 @@ def restarts_of(rows: Coefficients, largest_growth: float) -> tuple[int, ...]:
     growth = 1.0
     # The last step needs no R after it.
     for next_step, (a, _, _) in enumerate(rows[:-1], 1):
-        # What a step shrinks, it rounds anew.
+        # Where a step shrinks the old error, its own rounding leaves one of the usual size.
         growth = max(1.0, growth * a**2)
         if growth > largest_growth:
             restarts.append(next_step)

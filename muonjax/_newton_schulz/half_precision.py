@@ -47,7 +47,8 @@ _NORM = 8.0
 ABOVE_ROUNDING = 1.05
 
 # Updates may multiply an error in r by this number; bfloat16 rounds r eight times as coarsely as
-# float16. The last three steps of `balanced` multiply it by 76, the last step but one alone by 6.
+# float16. The third and fourth of the five steps of `balanced` multiply it by 75, the fourth alone
+# by 6; after the last step no r is needed.
 # With 1200 in float16 a singular value of 1.28 came out of a hostile matrix, and with 25 in
 # bfloat16 one of 1.46.
 LARGEST_GROWTH = {"float16": 200.0, "bfloat16": 10.0}

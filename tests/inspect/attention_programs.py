@@ -151,7 +151,6 @@ def running_maxima(logits, moved=lambda m: m):
 OF_ALL = "the factor of its head"
 spelled("shifted_by_a_running_maximum",
         softmax=lambda x, p: jax.nn.softmax(x - running_maxima(x)[0][..., None]))  # fmt: skip
-spelled("divided_by_a_sum", softmax=lambda x, p: norm_1(jnp.exp(x)))
 spelled("divided_by_a_sum_in_two_steps", OF_ALL,
         softmax=divided_by(lambda e: e.sum(3, keepdims=True).sum(1, keepdims=True)))  # fmt: skip
 spelled("divided_by_a_sum_that_is_repeated_first", OF_ALL,
@@ -163,8 +162,9 @@ spelled("divided_by_a_sum_in_a_loop_without_gradient", NOT_ALL,
         softmax=divided_by(lambda e: sum_of_heads(lax.stop_gradient(e))))  # fmt: skip
 spelled("less_the_mean_over_heads",
         softmax=lambda x, p: (w := jax.nn.softmax(x)) - w.mean(1, keepdims=True))  # fmt: skip
-spelled("divided_after_a_mean_of_all_heads_is_added", OF_ALL,
-        softmax=lambda x, p: norm_1(jnp.exp(x) + jnp.exp(x).mean((1, 3), keepdims=True)))  # fmt: skip
+spelled("divided_after_sums_of_a_head_and_of_all_are_added", OF_ALL,
+        softmax=lambda x, p: norm_1(
+            (e := jnp.exp(x)) + e.sum(3, keepdims=True) + e.sum((1, 3), keepdims=True)))  # fmt: skip
 spelled("divided_by_the_largest_of_all_heads", OF_ALL,
         softmax=divided_by(lambda e: e.max((1, 3), keepdims=True)))  # fmt: skip
 spelled("divided_by_a_sum_without_gradient", OF_ALL,
