@@ -429,12 +429,16 @@ def _record_attention(
     """Records an attention, softmax(logits) @ values.
 
     `softmax` has the logits of each product whose sum the softmax takes, as of q1 @ k1 and q2 @ k2
-    in latent attention. For `clippable_attention` it is recorded of each which logits softmax takes
-    and which axes count keys; for `matrix_axes` which columns of queries and keys count heads.
+    in latent attention. Two things are recorded of each product:
 
-    What the products recorded before it was known that they are an attention is mended: columns of
-    one layer that several of them take are one part, and four queries that share a key are no
-    mixture of experts.
+    - for `clippable_attention`, which logits softmax takes and which axes count keys; or that it is
+      refused, if a number was subtracted that differs from key to key;
+    - for `matrix_axes`, which columns of queries and keys count heads.
+
+    The rules of these products came first, and did not know that they belong to an attention. Two
+    of their records are corrected: columns of one layer that several products take are one part,
+    and four queries that share a key are no mixture of experts. Last, an attention whose values are
+    other columns of a layer than in an earlier one is left to names.
     """
     attention = records.attention
     # Those of the values, of the queries and of the keys

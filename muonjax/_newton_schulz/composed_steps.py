@@ -24,8 +24,9 @@ def composed(
 ) -> Inexact[Array, "*batch m m"]:
     """Q with p_k(...p_1(X)) = Q X for the polynomials of all rows, from X's Gram matrix R = u r.
 
-    The rows are those between two restarts: one in the standard form, mostly several in the Gram
-    form. Each polynomial is P = a I + b R + c R^2, summed in float32 or wider and rounded once.
+    The rows are those from one restart to the next: a single row in the standard form, and mostly
+    several in the Gram form. Each polynomial is P = a I + b R + c R^2, summed in float32 or wider
+    and rounded once.
 
     Args:
       rows: The coefficients (a, b, c) of each step.
@@ -36,17 +37,19 @@ def composed(
       u: A number, or one for each matrix. It is apart from r, as u r would be rounded once more in
         half precision.
     """
-    # a I is added by a mask of the diagonal. It is equal in all passes of the loop over the
-    # matrices of a stack: XLA would make an m x m matrix a I for each row before it, and keep it.
+    # a I is added through a mask of the diagonal. The caller may loop over the matrices of a stack.
+    # An array a I is the same in each pass, so XLA would make one m x m array for each of these
+    # polynomials before the loop, and keep them all.
     diagonal = on_diagonal(r)
     wide = at_least_float32(r.dtype)
     q: Any = None
     p: Any = None
     for a, b, c in rows:
         if p is not None:
-            # R <- P R P and Q <- P Q: R stays the Gram matrix of Q X, whatever P is after rounding.
-            # All are polynomials in the first R, but rounded ones don't commute: with R P P and
-            # Q P in float16, a matrix of rank three got a singular value of 1.95.
+            # R <- P R P and Q <- P Q. In this order R stays the Gram matrix of Q X, up to the
+            # rounding of each product, even if the rounded P and R do not commute. With R P P and
+            # Q P in float16, which are the same in exact arithmetic, a matrix of rank three got a
+            # singular value of 1.95.
             r = product(product(p, r), p)
             r2 = None
         p = b * u * r.astype(wide)

@@ -322,16 +322,19 @@ def _random_start(
 def _above_rounding(
     gram: Inexact[Array, "*batch m m"], squares: Float[Array, "*batch m"]
 ) -> Inexact[Array, "*batch m m"]:
-    """A + delta I for the Gram matrix A, from which the caller then subtracts the dominant part;
-    delta is somewhat above the error that rounding left in A.
+    """A + delta I for the Gram matrix A = X X^H, where delta is somewhat above the error that
+    rounding left in A. `squares` has the sums of |x|^2 of X's rows, not made by that product.
 
-    That error stays, and the eigenvalues that remain may be smaller than it. It could make one of
-    them negative, which polynomials can amplify without bound. The entries' errors are of random
-    sign and eps / 2 sqrt(a_ii a_jj) in the best case. A symmetric matrix of such entries has about
-    twice the norm of its largest row, eps sqrt(max a_ii * tr A). Sums of many terms lose more:
-    `ROUNDING` times that, and where the columns of X are equal, so that errors of equal terms add
-    up, up to 47 times (measured). The diagonal shows it, as `squares` is summed in another order:
-    its largest relative error in units of eps was always larger than that number.
+    The caller subtracts the dominant part of A from it. The rounding error of A remains, may be
+    larger than the remaining eigenvalues, and could make one of them negative, which polynomials
+    can amplify without bound.
+
+    At best the entries have errors of random sign and of the size (eps / 2) sqrt(a_ii a_jj). The
+    norm of a symmetric matrix of such entries is about twice that of its largest row, so it is
+    eps sqrt(max a_ii * tr A). Sums of many terms lose more: `ROUNDING` times that. Where the
+    columns of X are equal, the errors of equal terms add up, to as much as 47 times (measured).
+    The diagonal of A shows how much: `squares` is summed in another order, and in all measurements
+    the largest relative difference, in units of eps, was above the factor that was needed.
     """
     info = jnp.finfo(gram.dtype)
     # A masked sum: a strided slice of the flattened matrix does not compile for a TPU.
@@ -340,7 +343,7 @@ def _above_rounding(
     largest = diagonal.max(-1)
     # `tiny`, since a square root has no derivative at zero
     norm = jnp.sqrt(largest * diagonal.sum(-1) + info.tiny)
-    # Rows whose squares are next to nothing don't count.
+    # A row next to zero has no meaningful relative error: its divisor is eps times the largest.
     sizes = diagonal + info.eps * largest[..., None] + info.tiny
     error = jnp.max(jnp.abs(diagonal - squares) / sizes, -1)
     delta = (jnp.maximum(ROUNDING * info.eps, error) * norm)[..., None, None]

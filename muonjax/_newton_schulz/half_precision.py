@@ -72,21 +72,21 @@ def iterate(
     name = settings.implementation or measured_kernel(policy.platform, x, dtype)
     if name:
         product = SymmetricProduct(policy.platform, name)
-    # Before each of these steps r is made anew from z, before each other one it is updated. The
-    # standard form never updates it.
+    # The steps before which r is made anew from z. Before all remaining steps but the first it is
+    # updated; in the standard form none remain.
     restarts = range(1, len(rows))
     if settings.takes_gram_form(*x.shape[-2:]):
         restarts = restarts_of(rows, LARGEST_GROWTH[dtype.name])
 
-    # z [*batch, m, n] is x times a number, so that |z|_F = _NORM, and in half precision from here
-    # on. Zeros stay zeros.
+    # z [*batch, m, n] is x times a number, so that |z|_F = _NORM. The factor, a power of two, comes
+    # first: with it the sum of squares neither overflows nor underflows. Zeros stay zeros.
     x = x.astype(jnp.float32)
     factor, square = square_of_any_size(x, square_norm)
     z = factor * x * (_NORM * jax.lax.rsqrt(or_one(square)))
-    # Or XLA would make it again for each reader.
+    # Without a barrier XLA would compute z again for each operation that reads it.
     z = jax.lax.optimization_barrier(z.astype(dtype))
-    # An r that is not exactly symmetric is amplified by the first steps,
-    # whose factors are the largest.
+    # The first steps have the largest factors, and amplify what makes r asymmetric. So this r is
+    # made exactly symmetric; later ones meet smaller factors, and are not.
     r = hermitian_part(product(z))
     # r^2 is made for `_bound`, which is above the largest eigenvalue of r,
     # and serves the first step.

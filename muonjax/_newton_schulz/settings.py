@@ -70,8 +70,8 @@ class NewtonSchulz:
         0.05 (root mean square of the singular directions), which no number of steps undoes: give 0
         with coefficients that should converge further. A setting of full precision: in half
         precision there is none, nor up to m = 64 with the steps of `fast` and `balanced`.
-      form: "standard", "gram", or "auto", which takes the Gram form for n > 1.5 m. In half
-        precision only float16 is accurate enough for the Gram form.
+      form: "standard", "gram", or "auto", which takes the Gram form for n > 1.5 m. In bfloat16 that
+        makes the Gram matrix anew before nearly all steps.
       normalization: The bound of the largest singular value: "schatten" (Schatten-8, free) or
         "frobenius" (as in most implementations; wastes a step or more).
       compute_dtype: Dtype of the products' operands, a float type of 16 bits or more. None is the
