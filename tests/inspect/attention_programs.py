@@ -124,8 +124,12 @@ def divided_by(sum_of):
     return softmax
 
 
+def own_sum(e):
+    return e.sum(-1, keepdims=True)
+
+
 def norm_1(e):
-    return e / e.sum(-1, keepdims=True)
+    return e / own_sum(e)
 
 
 def sum_of_heads(e):
@@ -151,8 +155,9 @@ def running_maxima(logits, moved=lambda m: m):
 OF_ALL = "the factor of its head"
 spelled("shifted_by_a_running_maximum",
         softmax=lambda x, p: jax.nn.softmax(x - running_maxima(x)[0][..., None]))  # fmt: skip
+spelled("divided_by_a_sum", softmax=divided_by(own_sum))
 spelled("divided_by_a_sum_in_two_steps", OF_ALL,
-        softmax=divided_by(lambda e: e.sum(3, keepdims=True).sum(1, keepdims=True)))  # fmt: skip
+        softmax=divided_by(lambda e: own_sum(e).sum(1, keepdims=True)))  # fmt: skip
 spelled("divided_by_a_sum_that_is_repeated_first", OF_ALL,
         softmax=divided_by(lambda e: jnp.broadcast_to(e.sum((1, 3), keepdims=True), e.shape) + 1e-9))  # fmt: skip
 spelled(
@@ -164,7 +169,7 @@ spelled("less_the_mean_over_heads",
         softmax=lambda x, p: (w := jax.nn.softmax(x)) - w.mean(1, keepdims=True))  # fmt: skip
 spelled("divided_after_sums_of_a_head_and_of_all_are_added", OF_ALL,
         softmax=lambda x, p: norm_1(
-            (e := jnp.exp(x)) + e.sum(3, keepdims=True) + e.sum((1, 3), keepdims=True)))  # fmt: skip
+            (e := jnp.exp(x)) + own_sum(e) + e.sum((1, 3), keepdims=True)))  # fmt: skip
 spelled("divided_by_the_largest_of_all_heads", OF_ALL,
         softmax=divided_by(lambda e: e.max((1, 3), keepdims=True)))  # fmt: skip
 spelled("divided_by_a_sum_without_gradient", OF_ALL,
@@ -172,9 +177,9 @@ spelled("divided_by_a_sum_without_gradient", OF_ALL,
 spelled("divided_by_products_with_ones", "several softmaxes",
         softmax=divided_by(lambda e: jnp.einsum("bhqk,h->bqk", e @ ONES[:, :1], ONES[0, :H])[:, None]))  # fmt: skip
 spelled("divided_by_the_sum_of_a_head_plus_that_of_all", OF_ALL,
-        softmax=divided_by(lambda e: e.sum(3, keepdims=True) + e.sum((1, 3), keepdims=True)))  # fmt: skip
+        softmax=divided_by(lambda e: own_sum(e) + e.sum((1, 3), keepdims=True)))  # fmt: skip
 spelled("divided_by_a_sum_of_each_head_that_is_repeated_first",
-        softmax=divided_by(lambda e: jnp.broadcast_to(e.sum(3, keepdims=True), e.shape) + 1e-9))  # fmt: skip
+        softmax=divided_by(lambda e: jnp.broadcast_to(own_sum(e), e.shape) + 1e-9))  # fmt: skip
 spelled("the_logarithm_of_a_sum_subtracted", OF_ALL,
         softmax=lambda x, p: jnp.exp(x - jax.nn.logsumexp(x, (1, 3), keepdims=True)))  # fmt: skip
 
@@ -188,9 +193,9 @@ def of_examples_and_heads(e):
 spelled("divided_by_a_sum_on_an_axis_of_examples_and_heads", OF_ALL,
         softmax=divided_by(of_examples_and_heads))  # fmt: skip
 spelled("divided_by_the_sums_of_other_heads", OF_ALL,
-        softmax=divided_by(lambda e: e.sum(3, keepdims=True)[:, ::-1]))  # fmt: skip
+        softmax=divided_by(lambda e: own_sum(e)[:, ::-1]))  # fmt: skip
 spelled("divided_by_a_running_sum", NOT_ALL,
-        softmax=divided_by(lambda e: e.sum(3, keepdims=True) + jnp.cumsum(e.sum(3, keepdims=True), 1)))  # fmt: skip
+        softmax=divided_by(lambda e: own_sum(e) + jnp.cumsum(own_sum(e), 1)))  # fmt: skip
 
 
 @attention(sites=1, **QKVO)
@@ -216,7 +221,7 @@ def with_a_slot(sum_of):
     return softmax
 
 
-spelled("next_to_a_slot_of_its_head", softmax=with_a_slot(lambda e: e.sum(3, keepdims=True)))  # fmt: skip
+spelled("next_to_a_slot_of_its_head", softmax=with_a_slot(own_sum))  # fmt: skip
 spelled("next_to_a_slot_of_all_heads", OF_ALL, softmax=with_a_slot(lambda e: e.sum((1, 3), keepdims=True)))  # fmt: skip
 spelled("next_to_a_slot_of_all_heads_by_a_loop", NOT_ALL, softmax=with_a_slot(sum_of_heads))  # fmt: skip
 

@@ -23,7 +23,7 @@ LOWER = {"fast": 4e-3, "balanced": 3e-3}
 
 # Short sides of every residue of the tiles.
 QUICK = (9, 137, 160)
-THOROUGH = (1, 2, 7, 8, 15, 16, 17, 24, 64, 72, 128, 320)
+THOROUGH = (1, 2, 7, 8, 15, 16, 17, 24, 64, 72, 128, 136, 320)
 NIGHTLY = sorted({*range(1, 321), 511, 512, 520} - {*QUICK, *THOROUGH})
 SIDES = [*QUICK, *map(thorough, THOROUGH), *map(nightly, NIGHTLY)]
 
