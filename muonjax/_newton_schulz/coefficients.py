@@ -7,6 +7,7 @@ A schedule is a tuple of rows ``(a, b, c)``. Row t maps every singular value by 
 """
 
 import functools
+import itertools
 import math
 from typing import Any
 
@@ -200,24 +201,24 @@ def evaluate(coefficients: Coefficients, s):
     return s
 
 
-def restarts_of(rows: Coefficients, largest_growth: float) -> tuple[int, ...]:
-    """The steps before which the Gram matrix R = X X^H is made anew from X,
-    so that errors of R stay small.
+def parts_of(rows: Coefficients, largest_growth: float) -> list[Coefficients]:
+    """The rows in parts, each with the steps that share one Gram matrix R = X X^H: it is made anew
+    from X before each part, so that errors of R stay small.
 
     A step X <- p(X) also updates R. That multiplies an error of R, in a direction where R is next
-    to nothing, by p'(0)^2 = a^2. For steps with a = 8, 4 and 3 and a largest growth of 200 the
-    result is (2,), the last step counted from 0, since 64 · 16 > 200.
+    to nothing, by p'(0)^2 = a^2. For four steps with a = 8, 4, 3 and 2 and a largest growth of 200
+    there are two parts of two steps, since 64 · 16 > 200. For 0 each step is a part.
     """
-    restarts = []
+    parts = [rows[:1]]
     growth = 1.0
-    # The last step needs no R after it.
-    for next_step, (a, _, _) in enumerate(rows[:-1], 1):
+    for (a, _, _), row in itertools.pairwise(rows):
         # Where a step shrinks the old error, its own rounding leaves one of the usual size.
         growth = max(1.0, growth * a**2)
         if growth > largest_growth:
-            restarts.append(next_step)
+            parts.append(())
             growth = 1.0
-    return tuple(restarts)
+        parts[-1] = (*parts[-1], row)
+    return parts
 
 
 def never_above_one(rows: Coefficients) -> Coefficients:

@@ -24,7 +24,7 @@ def composed(
 ) -> Inexact[Array, "*batch m m"]:
     """Q with p_k(...p_1(X)) = Q X for the polynomials of all rows, from X's Gram matrix R = u r.
 
-    The rows are those from one restart to the next: a single row in the standard form, and mostly
+    The rows are a part of a schedule (`parts_of`): a single row in the standard form, and mostly
     several in the Gram form. Each polynomial is P = a I + b R + c R^2, summed in float32 or wider
     and rounded once.
 

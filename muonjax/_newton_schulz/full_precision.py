@@ -15,7 +15,6 @@ underflows; then it is divided by an upper bound of its largest singular value.
 
 from __future__ import annotations
 
-import itertools
 from typing import TYPE_CHECKING
 
 import jax
@@ -29,7 +28,7 @@ from muonjax._common.linalg import (
 )
 from muonjax._common.platform_policy import Policy
 from muonjax._common.power_of_two_scale import largest_entry, scale_of_largest
-from muonjax._newton_schulz.coefficients import restarts_of
+from muonjax._newton_schulz.coefficients import parts_of
 from muonjax._newton_schulz.composed_steps import composed
 from muonjax._newton_schulz.deflation import (
     ROUNDING,
@@ -68,27 +67,25 @@ def iterate(
     m, n = x.shape[-2:]
     # `rank` directions are shrunk before the steps, none if it is 0.
     rows, rank = settings.in_full_precision(m)
-    # The steps, counted from 0, before which R = X X^H is made anew: in the standard form all but
-    # the first; in the Gram form only those before which an error of R, `ROUNDING` eps in a new R,
-    # would grow beyond 1e-2.
-    restarts = range(1, len(rows))
-    if settings.takes_gram_form(m, n):
-        restarts = restarts_of(rows, GROWTH_TIMES_EPS / float(jnp.finfo(dtype).eps))
+    # R = X X^H is made anew before each step in the standard form, and in the Gram form only before
+    # those where an error of R, `ROUNDING` eps in a new R, would grow beyond 1e-2.
+    growth = GROWTH_TIMES_EPS / float(jnp.finfo(dtype).eps)
+    first, *others = parts_of(rows, growth if settings.takes_gram_form(m, n) else 0)
     multiply = MatrixProduct(dtype.name)
     product = SymmetricProduct(policy.platform, settings.implementation)
 
     # Scaled by a power of two, so that no product overflows. A zero matrix becomes the identity,
     # and gets 0 below.
     x, nonzero = below_one(x, dtype)
-    if rank and 1 not in restarts:
-        # Without a restart before step 1, as mostly in the Gram form, that step takes R from step
-        # 0, with its rounding, in which eigenvalues far below the largest are lost. So the largest
-        # are shrunk in X before R is made: eight at most, for products with X take long. All `rank`
-        # are shrunk in R, below. `materialize`, as XLA for a CPU would compute this X again for
-        # each reader.
+    if rank and (len(first) > 1 or not others):
+        # Where the first part has a second step, as mostly in the Gram form, that takes R from the
+        # first step, with its rounding, in which eigenvalues far below the largest are lost. So the
+        # largest are shrunk in X before R is made: eight at most, for products with X take long.
+        # All `rank` are shrunk in R, below. `materialize`, as XLA for a CPU would compute this X
+        # again for each reader.
         x = materialize(lambda x: pre_deflate(x, rank), x, policy.platform)
 
-    # The steps up to the first restart map s W X to Q s W X. W deflates, and s, a number for each
+    # The first part of the steps maps s W X to Q s W X. W deflates, and s, a number for each
     # matrix, normalizes. R = X X^H [*batch, m, m]
     r = product(x)
     deflation = None
@@ -100,18 +97,16 @@ def iterate(
     # From here on R is the Gram matrix of s W X. R^2, if the bound needed it, also
     # serves the first step.
     r, r2, scale = normalize(r, deflation, settings.normalization, product)
-    stops = [*restarts, len(rows)]
-    q = composed(rows[: stops[0]], r, r2, product)
+    q = composed(first, r, r2, product)
     # Q s, and then Q s W: X itself was neither normalized nor deflated. A matrix that was zero
     # gets 0.
     q = scaled(q, jnp.where(nonzero, scale, 0))
     if deflation is not None:
         q = deflation.apply_right(q)
     x = multiply(q, x)
-    # X <- Q X for the steps from one stop to the next, which share the R that is made of X at the
-    # first: steps 3 and 4 with stops at 3 and 5.
-    for start, stop in itertools.pairwise(stops):
-        x = multiply(composed(rows[start:stop], product(x), None, product), x)
+    # X <- Q X for the steps of each other part, which share the R that is made of this X.
+    for part in others:
+        x = multiply(composed(part, product(x), None, product), x)
     return x
 
 

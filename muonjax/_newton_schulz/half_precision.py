@@ -14,7 +14,6 @@ slightly indefinite, and they multiply that.
 
 from __future__ import annotations
 
-import itertools
 from typing import TYPE_CHECKING
 
 import jax
@@ -28,7 +27,7 @@ from muonjax._common.linalg import (
     square_of_any_size,
 )
 from muonjax._common.platform_policy import Policy
-from muonjax._newton_schulz.coefficients import restarts_of
+from muonjax._newton_schulz.coefficients import parts_of
 from muonjax._newton_schulz.composed_steps import composed
 from muonjax._newton_schulz.settings import NewtonSchulz
 from pallas_kernels._symmetric_product import SymmetricProduct, measured_kernel
@@ -72,11 +71,10 @@ def iterate(
     name = settings.implementation or measured_kernel(policy.platform, x, dtype)
     if name:
         product = SymmetricProduct(policy.platform, name)
-    # The steps before which r is made anew from z. Before all remaining steps but the first it is
-    # updated; in the standard form none remain.
-    restarts = range(1, len(rows))
-    if settings.takes_gram_form(*x.shape[-2:]):
-        restarts = restarts_of(rows, LARGEST_GROWTH[dtype.name])
+    # In the standard form r is made anew before each step.
+    takes_gram_form = settings.takes_gram_form(*x.shape[-2:])
+    growth = LARGEST_GROWTH[dtype.name] if takes_gram_form else 0
+    first, *others = parts_of(rows, growth)
 
     # z [*batch, m, n] is x times a number, so that |z|_F = _NORM. The factor, a power of two, comes
     # first: with it the sum of squares neither overflows nor underflows. Zeros stay zeros.
@@ -94,11 +92,10 @@ def iterate(
     # So no eigenvalue of R = u r, and no singular value of X = sqrt(u) z, is above 1.
     u = 1 / _bound(r2, settings)
 
-    # z <- Q z for the steps up to the first restart, then for those up to the next one.
-    stops = [*restarts, len(rows)]
-    z = multiply(composed(rows[: stops[0]], r, r2, product, u), z)
-    for start, stop in itertools.pairwise(stops):
-        z = multiply(composed(rows[start:stop], product(z), None, product, u), z)
+    # z <- Q z for the steps of each part
+    z = multiply(composed(first, r, r2, product, u), z)
+    for part in others:
+        z = multiply(composed(part, product(z), None, product, u), z)
     return jnp.sqrt(u) * z.astype(jnp.float32)
 
 

@@ -16,7 +16,7 @@ from benchmarks.optimizer.half_precision import EMULATED
 from muonjax import NewtonSchulz
 from muonjax._common.platform_policy import Policy
 from muonjax._newton_schulz import half_precision
-from muonjax._newton_schulz.coefficients import restarts_of
+from muonjax._newton_schulz.coefficients import parts_of
 from muonjax._newton_schulz.polar_factor import polar_factor
 from tests.mesh.layouts import make_mesh
 from tests.tools import oracles, spectra
@@ -218,20 +218,19 @@ def test_where_the_gram_form_restarts():
         "You": muonjax.YOU,
         "six steps": muonjax.polar_express(6, lower=3e-4),
     }
-    restarts = {
-        name: [
-            restarts_of(rows, growth)
-            for growth in half_precision.LARGEST_GROWTH.values()
-        ]
-        for name, rows in schedules.items()
-    }
+
+    # The number of steps of each part
+    def lengths(rows):
+        for growth in half_precision.LARGEST_GROWTH.values():
+            yield "".join(str(len(part)) for part in parts_of(rows, growth))
+
     assert list(half_precision.LARGEST_GROWTH) == ["float16", "bfloat16"]
-    assert restarts == {
-        "fast": [(2,), (1, 2, 3)],
-        "balanced": [(2,), (1, 2, 3)],
-        "Jordan": [(3,), (1, 2, 3, 4)],
-        "You": [(2,), (1, 2, 3)],
-        "six steps": [(2, 4), (1, 2, 3, 4)],
+    assert {name: " ".join(lengths(rows)) for name, rows in schedules.items()} == {
+        "fast": "22 1111",
+        "balanced": "23 1112",
+        "Jordan": "32 11111",
+        "You": "23 1112",
+        "six steps": "222 11112",
     }
 
 
