@@ -141,7 +141,9 @@ def normalized(
 
     Where `values` have a sum of softmax's weights, the weights are normalized over each axis of
     the product queries @ keys.T along which the sum has other positions than the weights: the axis
-    of keys, and that of heads if the sum goes over heads too. After a product or a quotient
+    of keys, and that of heads if the sum goes over heads too. Weights that nothing divided yet are
+    normalized, too, over each axis along which they were added up before, as where a matrix mixes
+    heads: the sum that divides them has the same mixture. After a product or a quotient
     (`is_scale`) with such a sum, another operation only mixes the weights with sums, as where the
     mean over heads is added to each head.
 
@@ -157,7 +159,10 @@ def normalized(
             if total.product == x.product and not is_mixed:
                 # The sum has the positions of all keys, and of all heads if it goes over these.
                 # The first run of a layout only tells where it has holes.
-                runs = set(x.layout.runs[1:]).difference(total.layout.runs)
+                positions = set(x.layout.runs[1:])
+                runs = positions.difference(total.layout.runs)
+                if not x.is_divided:
+                    runs |= {run for run in positions if len(run.positions) > 1}
                 axes = x.normalized | axes_of(runs)
                 x = x._replace(normalized=axes, is_divided=is_scale)
         if x.product not in lost:

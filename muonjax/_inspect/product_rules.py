@@ -175,9 +175,8 @@ def _by_parameter(
     if activation.value.is_weight:
         records.record_views(node, "a learned input", [activation.value])
     # Softmax's weights stay weights where a parameter mixes those of several heads. Logits before
-    # their exponential end here, and an attention of them is refused. `aligned` has the axes of
-    # this product.
-    logits = tuple(x for x in activation.aligned.logits if x.stage == "weights")
+    # their exponential end here, and an attention of them is refused.
+    logits = tuple(x for x in activation.added_up.logits if x.stage == "weights")
     # x @ queries.T with learned queries may be the scores of an attention,
     # in place of older ones that x was made of.
     result = result._replace(scores=node.index, logits=logits)
@@ -202,7 +201,7 @@ def _by_parameter(
     # projections go on. As after a nonlinear operation, what a later sum adds are results of this
     # layer, and not of the one before.
     if weights.kernel.is_depthwise:
-        for projection in activation.aligned.projections:
+        for projection in activation.added_up.projections:
             projections.append(
                 after_nonlinearity(records, projection, node, unmixed=True)
             )
@@ -562,17 +561,15 @@ def _by_constants(
     """
     # softmax(q k^T) @ c, of frozen values c, sums over the keys and ends an attention. Its logits
     # go on as those of a sum: with ones in c it is one, perhaps the one that divides the weights. A
-    # product that sums over other axes, as one that mixes heads, ends none. Along the axes that it
-    # sums over logits keep their first entry (`aligned`): where that is wrong, the certificate
-    # refuses the clip.
+    # product that sums over other axes, as one that mixes heads, ends none.
     softmaxes = _softmaxes_of(activation)
-    aligned = activation.aligned
+    added_up = activation.added_up
     logits = (
-        follow_logits.summed(aligned)
+        follow_logits.summed(added_up)
         if softmaxes
-        else follow_logits.through(node, aligned)
+        else follow_logits.through(node, added_up)
     )
-    result = result._replace(projections=activation.added_up.projections, logits=logits)
+    result = result._replace(projections=added_up.projections, logits=logits)
     is_layer = _is_frozen_layer(activation, constants)
     # `scores` names the product that a later exponential is taken to be of, perhaps a softmax. It
     # is this one in three cases, after which the result is no exponential of an older one either.

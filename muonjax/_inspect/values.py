@@ -319,12 +319,6 @@ class Operand:
         return layout.pick(tuple(self.sources), self.product_shape)
 
     @property
-    def aligned(self) -> Value:
-        """Its value along the axes of the product, with the first entry along those that are summed
-        over."""
-        return self.value.map(self.along)
-
-    @property
     def added_up(self) -> Value:
         """Its value along the axes of the product, with all that the product sums over added up."""
         return self.value.map(lambda layout: self.along(layout.add_up(self.summed)))

@@ -114,11 +114,15 @@ def softmax_over_heads_and_keys_for_values_of_each_head(p, x):
     return loss_of(p, mixed(jax.nn.softmax(logits, (1, 3)), v)), logits
 
 
+def top(logits):
+    return logits.max(-1, keepdims=True)
+
+
 def divided_by(sum_of):
     """A softmax by hand, that divides the exponentials by this sum of them."""
 
     def softmax(logits, p):
-        e = jnp.exp(logits - logits.max(-1, keepdims=True))
+        e = jnp.exp(logits - top(logits))
         return e / sum_of(e)
 
     return softmax
@@ -128,6 +132,10 @@ def own_sum(e):
     return e.sum(-1, keepdims=True)
 
 
+def sum_of_all(e):
+    return e.sum((1, 3), keepdims=True)
+
+
 def norm_1(e):
     return e / own_sum(e)
 
@@ -135,9 +143,7 @@ def norm_1(e):
 def sum_of_heads(e):
     """The sum over heads and keys, head by head."""
     start = jnp.zeros((B, T, 1))
-    z, _ = lax.scan(
-        lambda z, x: (z + x.sum(-1, keepdims=True), None), start, jnp.moveaxis(e, 1, 0)
-    )
+    z, _ = lax.scan(lambda z, x: (z + own_sum(x), None), start, jnp.moveaxis(e, 1, 0))
     return z[:, None]
 
 
@@ -159,7 +165,7 @@ spelled("divided_by_a_sum", softmax=divided_by(own_sum))
 spelled("divided_by_a_sum_in_two_steps", OF_ALL,
         softmax=divided_by(lambda e: own_sum(e).sum(1, keepdims=True)))  # fmt: skip
 spelled("divided_by_a_sum_that_is_repeated_first", OF_ALL,
-        softmax=divided_by(lambda e: jnp.broadcast_to(e.sum((1, 3), keepdims=True), e.shape) + 1e-9))  # fmt: skip
+        softmax=divided_by(lambda e: jnp.broadcast_to(sum_of_all(e), e.shape) + 1e-9))  # fmt: skip
 spelled(
     "divided_by_a_sum_in_a_loop_over_heads", NOT_ALL, softmax=divided_by(sum_of_heads)
 )
@@ -169,15 +175,15 @@ spelled("less_the_mean_over_heads",
         softmax=lambda x, p: (w := jax.nn.softmax(x)) - w.mean(1, keepdims=True))  # fmt: skip
 spelled("divided_after_sums_of_a_head_and_of_all_are_added", OF_ALL,
         softmax=lambda x, p: norm_1(
-            (e := jnp.exp(x)) + own_sum(e) + e.sum((1, 3), keepdims=True)))  # fmt: skip
+            (e := jnp.exp(x)) + own_sum(e) + sum_of_all(e)))  # fmt: skip
 spelled("divided_by_the_largest_of_all_heads", OF_ALL,
         softmax=divided_by(lambda e: e.max((1, 3), keepdims=True)))  # fmt: skip
 spelled("divided_by_a_sum_without_gradient", OF_ALL,
-        softmax=divided_by(lambda e: lax.stop_gradient(e.sum((1, 3), keepdims=True))))  # fmt: skip
+        softmax=divided_by(lambda e: lax.stop_gradient(sum_of_all(e))))  # fmt: skip
 spelled("divided_by_products_with_ones", "several softmaxes",
         softmax=divided_by(lambda e: jnp.einsum("bhqk,h->bqk", e @ ONES[:, :1], ONES[0, :H])[:, None]))  # fmt: skip
 spelled("divided_by_the_sum_of_a_head_plus_that_of_all", OF_ALL,
-        softmax=divided_by(lambda e: own_sum(e) + e.sum((1, 3), keepdims=True)))  # fmt: skip
+        softmax=divided_by(lambda e: own_sum(e) + sum_of_all(e)))  # fmt: skip
 spelled("divided_by_a_sum_of_each_head_that_is_repeated_first",
         softmax=divided_by(lambda e: jnp.broadcast_to(own_sum(e), e.shape) + 1e-9))  # fmt: skip
 spelled("the_logarithm_of_a_sum_subtracted", OF_ALL,
@@ -204,8 +210,8 @@ def weights_next_to_what_they_leave_over(p, x):
     q, k, v = projected(p, x)
     logits = logits_of(q, k)
     e = jnp.exp(logits)
-    a = e / (1 + e.sum(-1, keepdims=True))
-    a = jnp.concatenate([a, 1 - a.sum(-1, keepdims=True)], -1)
+    a = e / (1 + own_sum(e))
+    a = jnp.concatenate([a, 1 - own_sum(a)], -1)
     v = jnp.concatenate([v, jnp.zeros((B, 1, H, S))], 1)
     return loss_of(p, mixed(a, v)), logits
 
@@ -222,7 +228,7 @@ def with_a_slot(sum_of):
 
 
 spelled("next_to_a_slot_of_its_head", softmax=with_a_slot(own_sum))  # fmt: skip
-spelled("next_to_a_slot_of_all_heads", OF_ALL, softmax=with_a_slot(lambda e: e.sum((1, 3), keepdims=True)))  # fmt: skip
+spelled("next_to_a_slot_of_all_heads", OF_ALL, softmax=with_a_slot(sum_of_all))  # fmt: skip
 spelled("next_to_a_slot_of_all_heads_by_a_loop", NOT_ALL, softmax=with_a_slot(sum_of_heads))  # fmt: skip
 
 
@@ -239,7 +245,7 @@ def queries_of_values_that_are_data(p, x):
 def divided_by_the_sum_of_two_attentions(p, x):
     q, k, v, r, s = projected(p, x, "qkvrs")
     e, f = jnp.exp(logits_of(q, k)), jnp.exp(logits_of(r, s))
-    total = (e + f).sum((1, 3), keepdims=True)
+    total = sum_of_all(e + f)
     return loss_of(p, mixed(e / total, v) + mixed(f / total, v))
 
 
@@ -288,6 +294,12 @@ def over_heads(shares, p):
 MIX = ((H, H), "0 | 1")
 # DeepViT mixes heads after softmax, CaiT before it, too.
 spelled("heads_mixed_after_softmax", softmax=lambda a, p: over_heads(jax.nn.softmax(a), p), mix=MIX)  # fmt: skip
+spelled("heads_mixed_before_the_division", OF_ALL, mix=MIX,
+        softmax=lambda a, p: norm_1(over_heads(jnp.exp(a), p)))  # fmt: skip
+spelled("heads_mixed_before_a_division_by_the_sums_of_heads", OF_ALL, mix=MIX,
+        softmax=lambda a, p: over_heads(e := jnp.exp(a), p) / own_sum(e))  # fmt: skip
+spelled("heads_mixed_between_two_divisions", mix=MIX,
+        softmax=lambda a, p: norm_1(over_heads(jax.nn.softmax(a), p)))  # fmt: skip
 spelled("heads_mixed_before_softmax", NOT_ALL, spell=over_heads, mix=MIX)
 R, BIAS = constant((S, S), 9), constant((T, T), 3)
 SPARSE = np.random.default_rng(5).random((B, H, T, T)) < 0.2
@@ -355,23 +367,23 @@ spelled(
     spell=lambda a, p: a - a.max(1, keepdims=True),
 )
 spelled("without_a_multiple_of_the_maximum", SHIFTED,
-        softmax=lambda a, p: jax.nn.softmax(a - 3 * a.max(-1, keepdims=True) * BIAS))  # fmt: skip
+        softmax=lambda a, p: jax.nn.softmax(a - 3 * top(a) * BIAS))  # fmt: skip
 
 
-def of_halves(logits):
+def of_halves(logits, p):
     """Softmax of the logits less their maximum, which differs from one half of the keys to the other."""
     halves = logits.reshape(B, H, T, 2, -1)
-    powers = jnp.exp(halves - halves.max(-1, keepdims=True)).reshape(logits.shape)
-    return powers / powers.sum(-1, keepdims=True)
+    powers = jnp.exp(halves - top(halves)).reshape(logits.shape)
+    return norm_1(powers)
 
 
-spelled("without_the_maximum_of_a_half", SHIFTED, softmax=lambda a, p: of_halves(a))
+spelled("without_the_maximum_of_a_half", SHIFTED, softmax=of_halves)
 spelled("a_maximum_under_a_mask", 1,
-        softmax=lambda a, p: jax.nn.softmax(jnp.where(~CAUSAL, a.max(-1, keepdims=True), a)))  # fmt: skip
+        softmax=lambda a, p: jax.nn.softmax(jnp.where(~CAUSAL, top(a), a)))  # fmt: skip
 spelled("scaled_after_the_maximum", ADDED,
-        spell=lambda a, p: (a - a.max(-1, keepdims=True)) / 2)  # fmt: skip
+        spell=lambda a, p: (a - top(a)) / 2)  # fmt: skip
 for name, change in {
-    "the_maximum_less_them": lambda a: -(a.max(-1, keepdims=True) - a),
+    "the_maximum_less_them": lambda a: -(top(a) - a),
     "bounded_after_a_bias": lambda a: jnp.where(a + BIAS > 1, 1.0, a + BIAS),
 }.items():
     spelled(name, ADDED, softmax=lambda a, p, f=change: jax.nn.softmax(f(a)))
@@ -398,17 +410,17 @@ spelled("a_mask_that_was_rounded_to_bfloat16", kept=SPARSE, softmax=lambda a, p:
 
 def by_powers_below_one(logits, p):
     logits = logits * np.log2(np.e)
-    powers = jnp.exp2(logits - lax.stop_gradient(logits.max(-1, keepdims=True)))
-    return powers / powers.sum(-1, keepdims=True)
+    powers = jnp.exp2(logits - lax.stop_gradient(top(logits)))
+    return norm_1(powers)
 
 
 spelled("powers_of_two", ADDED, softmax=by_powers_below_one)
 
 
 def by_a_maximum_with_a_floor(logits, p):
-    largest = lax.stop_gradient(logits.max(-1, keepdims=True))
+    largest = lax.stop_gradient(top(logits))
     weights = jnp.exp(logits - jnp.maximum(largest, -1000.0))
-    return weights / weights.sum(-1, keepdims=True)
+    return norm_1(weights)
 
 
 spelled("a_maximum_with_a_floor", softmax=by_a_maximum_with_a_floor)
@@ -934,9 +946,9 @@ def sinks_in_the_sum(p, x):
 
     def soften(logits):
         sinks = p["sinks"][:, None, None]
-        largest = jnp.maximum(logits.max(-1, keepdims=True), sinks)
+        largest = jnp.maximum(top(logits), sinks)
         shares = jnp.exp(logits - largest)
-        return shares / (shares.sum(-1, keepdims=True) + jnp.exp(sinks - largest))
+        return shares / (own_sum(shares) + jnp.exp(sinks - largest))
 
     return grouped(p, x, soften=soften)
 
