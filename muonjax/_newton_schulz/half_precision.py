@@ -49,7 +49,7 @@ ABOVE_ROUNDING = 1.05
 # float16. The third and fourth of the five steps of `balanced` multiply it by 75, the fourth alone
 # by 6; after the last step no r is needed.
 # With 1200 in float16 a singular value of 1.28 came out of a hostile matrix, and with 80 in
-# bfloat16, which would save half of the restarts, one of 78 out of one in 1,500.
+# bfloat16, which would leave `balanced` one restart of three, one of 78.
 LARGEST_GROWTH = {"float16": 200.0, "bfloat16": 10.0}
 
 
