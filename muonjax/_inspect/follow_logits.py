@@ -141,9 +141,9 @@ def normalized(
 
     Where `values` have a sum of softmax's weights, the weights are normalized over each axis of
     the product queries @ keys.T along which the sum has other positions than the weights: the axis
-    of keys, and that of heads if the sum goes over heads too. Weights that nothing divided yet are
-    normalized, too, over each axis along which they were added up before, as where a matrix mixes
-    heads: the sum that divides them has the same mixture. After a product or a quotient
+    of keys, and that of heads if the sum goes over heads too. Where weights that nothing
+    divided yet were added up along an axis, as by a matrix that mixes heads, they are normalized
+    over this axis, too: one softmax goes over all of these heads. After a product or a quotient
     (`is_scale`) with such a sum, another operation only mixes the weights with sums, as where the
     mean over heads is added to each head.
 
