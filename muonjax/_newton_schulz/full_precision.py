@@ -78,11 +78,10 @@ def iterate(
     # and gets 0 below.
     x, nonzero = below_one(x, dtype)
     if rank and (len(first) > 1 or not others):
-        # Where the first part has a second step, as mostly in the Gram form, that takes R from the
-        # first step, with its rounding, in which eigenvalues far below the largest are lost. So the
-        # largest are shrunk in X before R is made: eight at most, for products with X take long.
-        # All `rank` are shrunk in R, below. `materialize`, as XLA for a CPU would compute this X
-        # again for each reader.
+        # Unless R is made anew after the first step, as in the standard form, its rounding stays,
+        # in which eigenvalues far below the largest are lost. So the largest are shrunk in X before
+        # R is made: eight at most, for products with X take long. All `rank` of them are shrunk in
+        # R, below. `materialize`, as XLA for a CPU would compute this X again for each reader.
         x = materialize(lambda x: pre_deflate(x, rank), x, policy.platform)
 
     # The first part of the steps maps s W X to Q s W X. W deflates, and s, a number for each

@@ -72,9 +72,9 @@ def iterate(
     if name:
         product = SymmetricProduct(policy.platform, name)
     # In the standard form r is made anew before each step.
-    takes_gram_form = settings.takes_gram_form(*x.shape[-2:])
-    growth = LARGEST_GROWTH[dtype.name] if takes_gram_form else 0
-    first, *others = parts_of(rows, growth)
+    m, n = x.shape[-2:]
+    growth = LARGEST_GROWTH[dtype.name]
+    first, *others = parts_of(rows, growth if settings.takes_gram_form(m, n) else 0)
 
     # z [*batch, m, n] is x times a number, so that |z|_F = _NORM. The factor, a power of two, comes
     # first: with it the sum of squares neither overflows nor underflows. Zeros stay zeros.
