@@ -141,11 +141,11 @@ def normalized(
 
     Where `values` have a sum of softmax's weights, the weights are normalized over each axis of
     the product queries @ keys.T along which the sum has other positions than the weights: the axis
-    of keys, and that of heads if the sum goes over heads too. Where weights that nothing
-    divided yet were added up along an axis, as by a matrix that mixes heads, they are normalized
-    over this axis, too: one softmax goes over all of these heads. After a product or a quotient
-    (`is_scale`) with such a sum, another operation only mixes the weights with sums, as where the
-    mean over heads is added to each head.
+    of keys, and that of heads if the sum goes over heads too. Where weights that nothing divided
+    yet were added up along an axis, as by a matrix that mixes heads, they are normalized over this
+    axis, too: one softmax goes over all of these heads. After a product or a quotient (`is_scale`)
+    with such a sum, another operation only mixes the weights with sums, as where the mean over
+    heads is added to each head.
 
     Logits end where one of `values` is made of their exponentials and was not followed, such as
     the last entry of a `cumsum`: it may be a sum over several heads.
@@ -155,15 +155,14 @@ def normalized(
     result = []
     for x in logits:
         is_mixed = x.is_divided and not is_scale
+        # The first run of a layout only tells where it has holes.
+        runs = set(x.layout.runs[1:])
+        added_up = {run for run in runs if len(run.positions) > 1 and not x.is_divided}
         for total in totals:
             if total.product == x.product and not is_mixed:
                 # The sum has the positions of all keys, and of all heads if it goes over these.
-                # The first run of a layout only tells where it has holes.
-                positions = set(x.layout.runs[1:])
-                runs = positions.difference(total.layout.runs)
-                if not x.is_divided:
-                    runs |= {run for run in positions if len(run.positions) > 1}
-                axes = x.normalized | axes_of(runs)
+                others = runs.difference(total.layout.runs)
+                axes = x.normalized | axes_of(others | added_up)
                 x = x._replace(normalized=axes, is_divided=is_scale)
         if x.product not in lost:
             result.append(x)
