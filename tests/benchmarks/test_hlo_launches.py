@@ -62,13 +62,15 @@ def test_a_loop_without_a_length_is_an_error():
         launches(GPU.replace("%five = s32[] constant(5)", "%five = s32[] add(%i, %i)"))
 
 
+def of_sizes(m, k, n):
+    """The program with a product of other sizes."""
+    text = GPU.replace("64,32", f"{m},{k}").replace("32,16", f"{k},{n}")
+    return text.replace("64,16", f"{m},{n}")
+
+
 def test_a_large_product_takes_its_flops_and_a_copy_its_bytes():
     h100 = roofline.ROOFLINES["H100"].pessimistic
-    large = (
-        GPU.replace("64,32", "8448,4096")
-        .replace("32,16", "4096,8192")
-        .replace("64,16", "8448,8192")
-    )
+    large = of_sizes(8448, 4096, 8192)
     seconds = h100.seconds(named(large)["f"])
     arithmetic = 2 * 8448 * 8192 * 4096 / (h100.efficiency * 990e12)
     assert seconds == pytest.approx(
@@ -82,11 +84,7 @@ def test_a_large_product_takes_its_flops_and_a_copy_its_bytes():
 
 def test_a_small_product_pays_for_a_whole_round():
     h100 = roofline.ROOFLINES["H100"].pessimistic
-    small = (
-        GPU.replace("64,32", "1024,1024")
-        .replace("32,16", "1024,1024")
-        .replace("64,16", "1024,1024")
-    )
+    small = of_sizes(1024, 1024, 1024)
     full = (
         2 * 1024**3 / (h100.efficiency * 990e12) * 132 / 64
     )  # 64 tiles on 132 multiprocessors

@@ -53,6 +53,10 @@ def mixed(shares, v):
     )
 
 
+def attended(q, k, v):
+    return mixed(jax.nn.softmax(logits_of(q, k)), v)
+
+
 def loss_of(p, y):
     return jnp.mean((y @ p["o"]) ** 2)
 
@@ -358,8 +362,6 @@ spelled("keys_padded_with_ones", change=lambda q, k, p, x: (
     q, lax.pad(k[:, 1:], 1.0, [(0, 0, 0), (1, 0, 0), (0, 0, 0), (0, 0, 0)])))  # fmt: skip
 spelled("logits_in_part_learned", ADDED,
         spell=lambda a, p: jnp.where(jnp.eye(T, dtype=bool), p["mix"], a), mix=(T, T))  # fmt: skip
-spelled("logits_and_a_function_of_them", ADDED, spell=lambda a, p: a + jnp.tanh(a))
-spelled("a_function_of_logits_and_them", ADDED, spell=lambda a, p: a[:, ::-1] + a)
 SHIFTED = "it can't be followed from parameters"
 spelled(
     "without_the_maximum_of_other_heads",
@@ -380,14 +382,19 @@ def of_halves(logits, p):
 spelled("without_the_maximum_of_a_half", SHIFTED, softmax=of_halves)
 spelled("a_maximum_under_a_mask", 1,
         softmax=lambda a, p: jax.nn.softmax(jnp.where(~CAUSAL, top(a), a)))  # fmt: skip
-spelled("scaled_after_the_maximum", ADDED,
-        spell=lambda a, p: (a - top(a)) / 2)  # fmt: skip
 for name, change in {
+    "logits_and_a_function_of_them": lambda a: a + jnp.tanh(a),
+    "a_function_of_logits_and_them": lambda a: a[:, ::-1] + a,
+    "few_bits": lambda a: lax.reduce_precision(a, 8, 3),
+    "scaled_after_the_maximum": lambda a: (a - top(a)) / 2,
+    "scaled_by_a_negative_number_after_a_mask": lambda a: (
+        -(a + jnp.where(CAUSAL, 0.0, -1e9))
+    ),
+    "negative_after_a_choice": lambda a: -jnp.where(CAUSAL, a, -1e9),
     "the_maximum_less_them": lambda a: -(top(a) - a),
     "bounded_after_a_bias": lambda a: jnp.where(a + BIAS > 1, 1.0, a + BIAS),
 }.items():
     spelled(name, ADDED, softmax=lambda a, p, f=change: jax.nn.softmax(f(a)))
-spelled("few_bits", ADDED, spell=lambda a, p: lax.reduce_precision(a, 8, 3))
 spelled("cut_after_a_bias", ADDED, softmax=lambda a, p: jnp.concatenate([
     jax.nn.softmax(jnp.where(CAUSAL[:, :4], (a + BIAS)[..., :4], -1e9)), jnp.zeros((B, H, T, T - 4))], -1))  # fmt: skip
 spelled("a_difference_of_two_softmaxes", ADDED,
@@ -432,12 +439,6 @@ spelled("a_matrix_that_mixes_the_logits_of_heads", NOT_ALL, mix=(H, H),
 def masked_before_it_is_divided(p, x):
     q, k, v = projected(p, x)
     return end(p, (logits_of(q, k) + jnp.where(CAUSAL, 0.0, -jnp.inf)) / 2, v)
-
-
-spelled("scaled_by_a_negative_number_after_a_mask", ADDED,
-        softmax=lambda a, p: jax.nn.softmax(-(a + jnp.where(CAUSAL, 0.0, -1e9))))  # fmt: skip
-spelled("negative_after_a_choice", ADDED,
-        softmax=lambda a, p: jax.nn.softmax(-jnp.where(CAUSAL, a, -1e9)))  # fmt: skip
 
 
 # What would change where a parameter is scaled: of the kernel, of the queries, of the logits.
@@ -581,9 +582,7 @@ padded("queries_beside_others", IN_TURNS, lambda q, p: (
 def blocks_of_padded_queries(p, x):
     q, k, v = projected(p, x)
     blocks = longer(q, 0, 4).reshape(B, 3, 4, H, S).swapaxes(0, 1)
-    y, logits = lax.map(
-        lambda q: (mixed(jax.nn.softmax(logits_of(q, k)), v), logits_of(q, k)), blocks
-    )
+    y, logits = lax.map(lambda q: (attended(q, k, v), logits_of(q, k)), blocks)
     y, logits = y.swapaxes(0, 1).reshape(B, 12, D)[:, :T], jnp.concatenate([*logits], 2)
     return loss_of(p, y), logits[:, :, :T]
 
@@ -737,7 +736,7 @@ TEACHER = "a clip would change a copy of its parameters under stop_gradient too:
 def a_teacher_of_the_same_parameters(p, x):
     def attend(p, x):
         q, k, v = projected(p, x)
-        return mixed(jax.nn.softmax(logits_of(q, k)), v), logits_of(q, k)
+        return attended(q, k, v), logits_of(q, k)
 
     y, logits = attend(p, x)
     target, _ = attend(lax.stop_gradient(p), x[::-1])
@@ -1002,7 +1001,7 @@ def parts_taken_by_an_index(p, x):
     """Haliax unbinds them by `jnp.take`, a gather whose index is compared with zero first."""
     qkv = jnp.einsum("btd,dnhs->btnhs", x, p["qkv"])
     q, k, v = (jnp.take(qkv, i, axis=2) for i in (-3, 1, 2))
-    return jnp.mean(mixed(jax.nn.softmax(logits_of(q, k)), v) ** 2), logits_of(q, k)
+    return jnp.mean(attended(q, k, v) ** 2), logits_of(q, k)
 
 
 def cut_before_products(p, x, count):
@@ -1093,7 +1092,7 @@ def a_derivative_of_an_attention(p, x, v):
 )
 def queries_keys_and_values_along_the_axis_of_heads(p, x):
     q, k, v = jnp.split(jnp.einsum("btd,dhs->bths", x, p["qkv"]), 3, 2)
-    y = mixed(jax.nn.softmax(logits_of(q, k)), v)
+    y = attended(q, k, v)
     return jnp.mean((y @ p["o"] @ p["out"]) ** 2)
 
 
@@ -1121,9 +1120,7 @@ def a_kernel_of_the_queries_of_two_attentions(p, x):
     """Its statistic is the larger one of both, and it takes the whole factor."""
     q, k, v = projected(p, x)
     k2, v2 = projected(p, x, ("k2", "v2"))
-    y = mixed(jax.nn.softmax(logits_of(q, k)), v) + mixed(
-        jax.nn.softmax(logits_of(q, k2)), v2
-    )
+    y = attended(q, k, v) + attended(q, k2, v2)
     return loss_of(p, y)
 
 
@@ -1131,9 +1128,7 @@ def a_kernel_of_the_queries_of_two_attentions(p, x):
 def keys_of_one_attention_that_are_queries_of_another(p, x):
     q, k, v = projected(p, x)
     q2, v2 = projected(p, x, ("q2", "v2"))
-    y = mixed(jax.nn.softmax(logits_of(q, k)), v) + mixed(
-        jax.nn.softmax(logits_of(k, q2)), v2
-    )
+    y = attended(q, k, v) + attended(k, q2, v2)
     return loss_of(p, y)
 
 
@@ -1264,7 +1259,7 @@ ADAPTER = {"a": ((D, 2), "0 | 1"), "b": ((2, D), "0 | 1")}
 def adapted_queries(p, x):
     kernel, *others = KERNELS_OF_DATA
     q, k, v = (heads(x @ w) for w in (kernel + ALPHA * (p["a"] @ p["b"]), *others))
-    return jnp.mean(mixed(jax.nn.softmax(logits_of(q, k)), v) ** 2)
+    return jnp.mean(attended(q, k, v) ** 2)
 
 
 @program(X, sites=ELSE, c=(D, 2), d=(2, D), **ADAPTER)
@@ -1272,7 +1267,7 @@ def adapted_queries_and_keys_of_a_frozen_block(p, x):
     """No softmax takes the values' features."""
     q, k, v = (heads(x @ w) for w in KERNELS_OF_DATA)
     q, k = q + heads(x @ p["a"] @ p["b"]), k + heads(x @ p["c"] @ p["d"])
-    y = mixed(jax.nn.softmax(logits_of(q, k)), v) @ KERNELS_OF_DATA[0]
+    y = attended(q, k, v) @ KERNELS_OF_DATA[0]
     return jnp.mean(jnp.tanh(y) ** 2)
 
 
@@ -1324,10 +1319,10 @@ def queries_of_the_last_iteration(p, x):
 
     def step(_, w):
         q = heads(x @ w)
-        return q, mixed(jax.nn.softmax(logits_of(q, k)), v)
+        return q, attended(q, k, v)
 
     q, y = lax.scan(step, jnp.zeros((B, T, H, S)), p["q"])
-    return loss_of(p, y.sum(0) + mixed(jax.nn.softmax(logits_of(q, k)), v))
+    return loss_of(p, y.sum(0) + attended(q, k, v))
 
 
 @attention(sites=1, **AS_MANY)
@@ -1395,7 +1390,7 @@ def heads_of_an_axis_of_vmap(p, x):
 
     def shard(w):
         q, k, v = projected(w, x)
-        y = x + add(mixed(jax.nn.softmax(logits_of(q, k)), v) @ w["o"])
+        y = x + add(attended(q, k, v) @ w["o"])
         y = y / lax.pmax(lax.stop_gradient(abs(y).max()), "shard")
         return jnp.mean(jnp.tanh(y @ w["out"]) ** 2)
 
@@ -1433,7 +1428,7 @@ def exchanged_heads(p, x):
     def attend(p, x):
         q, k, v = (lax.all_to_all(y, "m", 2, 1, tiled=True) for y in projected(p, x))
         keys = lax.ppermute(k, "m", [(0, 1), (1, 0)])
-        return mixed(jax.nn.softmax(logits_of(q, keys)), v)
+        return attended(q, keys, v)
 
     along = P(None, "m"), P(None, None, "m")
     return loss_of(p, on_two_devices(attend, P(), *along)(p, x))

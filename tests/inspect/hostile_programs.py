@@ -38,6 +38,7 @@ class HostileProgram(NamedTuple):
 
 PROGRAMS = []
 ANYTHING = "anything"
+OUT = {"out": ((D, 1), "head")}
 NORM = "by names: a norm of some of its columns before they are cut"
 EINSUM = "by names: an einsum of three or more operands (split it) is not followed"
 
@@ -105,7 +106,7 @@ def attend(q, k, v):
 INDEX = jnp.int32(3)  # an array that the function closes over
 
 
-@program(X, tasks=((T, D), "looked up"), w=((D, D), "0 | 1"), out=((D, 1), "head"))
+@program(X, tasks=((T, D), "looked up"), w=((D, D), "0 | 1"), **OUT)
 def one_task_of_several(p, x):
     return sq(jnp.tanh((x + p["tasks"][INDEX]) @ p["w"]) @ p["out"])
 
@@ -142,7 +143,7 @@ def no_loss(p, x):
 ATTENTION = dict.fromkeys(("q", "k", "v", "o"), ((D, D), "0 | 1"))
 
 
-@program(X, sites=1, **ATTENTION, out=((D, 1), "head"))
+@program(X, sites=1, **ATTENTION, **OUT)
 def plain_attention(p, x):
     x = x + attend(heads(x @ p["q"]), heads(x @ p["k"]), heads(x @ p["v"])) @ p["o"]
     return sq(x @ p["out"])
@@ -154,7 +155,7 @@ def plain_attention(p, x):
     qkv=((D, 3 * D), "0 | 1 / 3 of 1"),
     b=((3 * D,), "added"),
     o=((D, D), "0 | 1"),
-    out=((D, 1), "head"),
+    **OUT,
 )
 def fused_attention(p, x):
     q, k, v = jnp.split(x @ p["qkv"] + p["b"], 3, -1)
@@ -168,7 +169,7 @@ def rotated(x, at):
     return jnp.concatenate([a * c - b * s, b * c + a * s], -1)
 
 
-@program(X, sites="tanh", **ATTENTION, out=((D, 1), "head"))
+@program(X, sites="tanh", **ATTENTION, **OUT)
 def capped_logits(p, x):
     q, k, v = (heads(x @ p[n]) for n in "qkv")
     logits = 50 * jnp.tanh(jnp.einsum("bqhd,bkhd->bhqk", q, k) / 50)
@@ -181,7 +182,7 @@ def capped_logits(p, x):
     sites="a learned bias is added",
     bias=((H, T, T), "added"),
     **ATTENTION,
-    out=((D, 1), "head"),
+    **OUT,
 )
 def a_learned_bias(p, x):
     q, k, v = (heads(x @ p[n]) for n in "qkv")
@@ -190,7 +191,7 @@ def a_learned_bias(p, x):
     return sq((x + o @ p["o"]) @ p["out"])
 
 
-@program(X, sites="would not scale its logits alone", **ATTENTION, out=((D, 1), "head"))
+@program(X, sites="would not scale its logits alone", **ATTENTION, **OUT)
 def queries_that_are_a_gate_too(p, x):
     q, k, v = (heads(x @ p[n]) for n in "qkv")
     o = attend(q, k, v) * jax.nn.sigmoid(q.reshape(B, T, D))
@@ -200,7 +201,7 @@ def queries_that_are_a_gate_too(p, x):
 @program(
     X, sites=1, qa=((D, 4), "0 | 1"), qb=((4, H, S + 2), "0 | 1, 2"), kva=((D, 4 + 2), "0 | 1 / 4, 2 of 1"),
     kvb=((4, H, 2 * S), "0 | 1, 2 / 2 of 2"), scale=((4,), "multiplied"), o=((H, S, D), "0, 1 | 2"),
-    out=((D, 1), "head"),
+    **OUT,
 )  # fmt: skip
 def latent_attention(p, x):
     at = jnp.arange(T, dtype="float32")
@@ -216,9 +217,7 @@ def latent_attention(p, x):
     return sq((x + jnp.einsum("bths,hsd->btd", o, p["o"])) @ p["out"])
 
 
-@program(
-    X, sites=1, latents=((3, D), "learned input"), **ATTENTION, out=((D, 1), "head")
-)
+@program(X, sites=1, latents=((3, D), "learned input"), **ATTENTION, **OUT)
 def learned_queries(p, x):
     latents = jnp.broadcast_to(p["latents"], (B, 3, D))
     q, k, v = heads(latents @ p["q"]), heads(x @ p["k"]), heads(x @ p["v"])
@@ -229,7 +228,7 @@ def learned_queries(p, x):
 
 @program(
     X, sites="it can't be followed", latents=((3, D), CHAIN),
-    **ATTENTION | {"q": ((D, D), CHAIN)}, out=((D, 1), "head"),
+    **ATTENTION | {"q": ((D, D), CHAIN)}, **OUT,
 )  # fmt: skip
 def learned_queries_token_by_token(p, x):
     """The product of a kernel and latents, in Equinox's order, that keys multiply: a factor of three columns."""
@@ -243,22 +242,22 @@ def learned_queries_token_by_token(p, x):
 # Stacks, experts, combinations.
 
 
-@program(
-    X, up=((D, 3, 2 * D), "0 | 2"), down=((2 * D, 3, D), "0 | 2"), out=((D, 1), "head")
-)
+@program(X, up=((D, 3, 2 * D), "0 | 2"), down=((2 * D, 3, D), "0 | 2"), **OUT)
 def layers_on_axis_one_by_index(p, x):
     for i in range(3):
         x = x + jax.nn.relu(x @ p["up"][:, i]) @ p["down"][:, i]
     return sq(x @ p["out"])
 
 
-@program(
-    X,
-    gate=((D, 3), "0 | 1"),
-    up=((3, D, 5), EINSUM),
-    down=((3, 5, D), EINSUM),
-    out=((D, 1), "head"),
-)
+EXPERTS = {
+    "gate": ((D, 3), "0 | 1"),
+    "up": ((3, D, 5), "1 | 2"),
+    "down": ((3, 5, D), "1 | 2"),
+    **OUT,
+}
+
+
+@program(X, **EXPERTS | {"up": ((3, D, 5), EINSUM), "down": ((3, 5, D), EINSUM)})
 def dense_experts(p, x):
     gate = jax.nn.softmax(x @ p["gate"])
     h = jax.nn.relu(jnp.einsum("btd,edf->betf", x, p["up"]))
@@ -266,13 +265,7 @@ def dense_experts(p, x):
     return sq((x + y) @ p["out"])
 
 
-@program(
-    X,
-    gate=((D, 3), "0 | 1"),
-    up=((3, D, 5), "1 | 2"),
-    down=((3, 5, D), "1 | 2"),
-    out=((D, 1), "head"),
-)
+@program(X, **EXPERTS)
 def sparse_experts(p, x):
     y = x.reshape(-1, D)
     probability, expert = lax.top_k(jax.nn.softmax(y @ p["gate"]), 1)
@@ -284,20 +277,17 @@ def sparse_experts(p, x):
     return jnp.mean((y @ p["out"]) ** 2)
 
 
-@program(
-    X,
-    gate=((D, 3), "0 | 1"),
-    up=((3, D, 5), "1 | 2"),
-    down=((3, 5, D), "by names: a sum over experts is not followed: "),
-    out=((D, 1), "head"),
-)
+NOT_FOLLOWED = "by names: a sum over experts is not followed: "
+
+
+@program(X, **EXPERTS | {"down": ((3, 5, D), NOT_FOLLOWED)})
 def a_sum_over_experts_and_their_features(p, x):
     h = jax.nn.relu(jnp.einsum("btd,edf->btef", x, p["up"]))
     h = h * jax.nn.softmax(x @ p["gate"])[..., None]
     return sq((x + jnp.einsum("btef,efd->btd", h, p["down"])) @ p["out"])
 
 
-@program(ROWS, KEY, mu=((D, D), "0 | 1"), sigma=((D, D), "added"), out=((D, 1), "head"))
+@program(ROWS, KEY, mu=((D, D), "0 | 1"), sigma=((D, D), "added"), **OUT)
 def noisy_weights(p, x, key):
     w = p["mu"] + p["sigma"] * jax.random.normal(key, (D, D))
     return jnp.mean((jnp.tanh(x @ w) @ p["out"]) ** 2)
@@ -322,7 +312,7 @@ def a_recurrent_cell(p, x):
     return jnp.mean((h @ p["out"]) ** 2)
 
 
-CARRIED = {"w": ((D, D), "0 | 1"), "b": ((D,), "added"), "out": ((D, 1), "head")}
+CARRIED = {"w": ((D, D), "0 | 1"), "b": ((D,), "added"), **OUT}
 
 
 @program(ROWS, **CARRIED)
@@ -358,7 +348,7 @@ def parameters_that_a_condition_reads(p, x):
     w=((D, 6 * D), "0 | 1 / 6 of 1"),
     mlp=((D, D), "0 | 1"),
     o=((D, D), "0 | 1"),
-    out=((D, 1), "head"),
+    **OUT,
 )
 def adaptive_norms(p, c, x):
     a, b, g, d, e, h = jnp.split(jax.nn.silu(c)[:, None] @ p["w"], 6, -1)
@@ -368,7 +358,7 @@ def adaptive_norms(p, c, x):
 
 
 @program(X, sites=1, q=((D, H, S), "0 | 1, 2"), k=((D, H, S), "0 | 1, 2"), v=((D, H, S), "0 | 1, 2"),
-         o=((H, S, D), "0, 1 | 2"), out=((D, 1), "head"))  # fmt: skip
+         o=((H, S, D), "0, 1 | 2"), **OUT)  # fmt: skip
 def an_output_projection_by_a_loop(p, x):
     q, k, v = (jnp.einsum("btd,dhs->bths", x, p[n]) for n in "qkv")
     o = attend(q, k, v).reshape(B, T, H, S)
@@ -376,13 +366,13 @@ def an_output_projection_by_a_loop(p, x):
     return jnp.mean((jnp.tanh(y) @ p["out"]) ** 2)
 
 
-@program(X, w=((2 * D, D), "0 | 1"), out=((D, 1), "head"))
+@program(X, w=((2 * D, D), "0 | 1"), **OUT)
 def rows_of_the_input_and_of_the_state(p, x):
     """A recurrent cell's kernel, cut."""
     return jnp.mean(jnp.tanh(x @ p["w"][:D] + jnp.tanh(x) @ p["w"][D:]) @ p["out"])
 
 
-@program(X, w=((D, H, S), "by names: multiplied along axis"), out=((D, 1), "head"))
+@program(X, w=((D, H, S), "by names: multiplied along axis"), **OUT)
 def one_weight_as_two_matrices(p, x):
     y = jnp.tanh(jnp.einsum("btd,dhs->bths", x, p["w"]))
     z = jnp.tanh(jnp.einsum("bths,dhs->bthd", y, p["w"]).sum(2))
@@ -675,7 +665,7 @@ ADAPTED = {
 }
 
 
-@program(X, **ADAPTED, out=((D, 1), "head"))
+@program(X, **ADAPTED, **OUT)
 def a_merged_adapter_of_a_gated_layer(p, x):
     """SiLU has an exponential, and is no softmax whose weights multiply learned values."""
 
@@ -862,7 +852,7 @@ PARTS = "by names: a sum of its slices is not followed: hostile_programs.py:"
     X,
     **{f"up{i}": ((D, D), "0 | 1") for i in range(5)},
     **{f"c{i}": ((D, D, 2), PARTS) for i in range(5)},
-    out=((D, 1), "head"),
+    **OUT,
 )
 def complex_matrices_in_a_deep_residual_stream(p, x):
     """The real part of c h sums over both parts of c, and they are two columns of c x with a real x."""
@@ -877,7 +867,7 @@ def complex_matrices_in_a_deep_residual_stream(p, x):
     X,
     jax.ShapeDtypeStruct((0, T, D), "float32"),
     w=((D, D), "0 | 1"),
-    out=((D, 1), "head"),
+    **OUT,
 )
 def an_empty_memory_that_is_cut_into_heads(p, x, empty):
     y = jnp.concatenate([(z @ p["w"]).reshape(-1, T, 2, D // 2) for z in (empty, x)])
@@ -888,7 +878,7 @@ def an_empty_memory_that_is_cut_into_heads(p, x, empty):
     X,
     jax.ShapeDtypeStruct((0, T, D), "float32"),
     w=((D, D), "0 | 1"),
-    out=((D, 1), "head"),
+    **OUT,
 )
 def an_empty_batch_next_to_another(p, x, empty):
     """As a cache is before the first step."""
