@@ -157,7 +157,8 @@ def _check_softmaxes(records: Records, product: int) -> None:
     # So do derivatives of the model in a loss, as of a physicist's network.
     if len(different) > 1 or product in attention.other_readers:
         raise Refused(
-            "several softmaxes take its logits, or the function takes derivatives of it: "
+            "several softmaxes take its logits, something other than the sum of weights divides "
+            "weights @ values, or the function takes derivatives of it: "
             f"{records.line(product)}"
         )
 

@@ -278,6 +278,9 @@ def _of_activations(operation: Operation, result: Value) -> Value:
     records.record_views(node, operation.what, weights)
     # In x * y each operand may be a gate, a norm or labels for the columns of the other.
     if operation.is_scale:
+        # (exp(x) @ values) / exp(x).sum(-1), an attention that exp(x) @ values has recorded.
+        if node.name == "div" and follow_logits.is_softmax(operation):
+            return result._replace(exponential_of=-1, mixed_by=values[0].mixed_by)
         _record_factors(records, node, *values)
     elif operation.is_sum:
         # In tanh(q[:, :4]) + q[:, 4:] one slice has gone through a tanh and the other has not: they
@@ -463,6 +466,12 @@ def _record_factors(records: Records, node: Node, x: Value, y: Value) -> None:
         # exp(x) / sum(exp(x)).
         if repeats:
             records.record_weights(node, factor, value)
+        # weights @ values next to a sum of these weights that does not divide them as softmax does:
+        # perhaps one over several heads.
+        products = [logits.product for logits in factor.logits]
+        for logits in value.mixed_by:
+            if logits.product in products:
+                records.attention.other_readers.setdefault(logits.product, node.index)
         # One number scales all of w, as its norm in w / norm(w). The products u @ w @ v that make a
         # spectral norm are no uses of w as a matrix: `decisions` leaves out the products that such
         # a number depends on, for each of which `depends_on` has a bit.

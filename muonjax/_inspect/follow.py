@@ -109,7 +109,10 @@ def _after_round(records: Records, carry: Node) -> Value:
     # carries from block to block. What the first round that makes one gives stays: a body that
     # moves it would give another layout in each round, without end.
     logits = value.logits or tuple(
-        x for x in end.logits if x.stage in ("maximum", "sum")
+        # A sum that a loop carries is not that of one iteration's exponentials.
+        x._replace(exponentials=-1)
+        for x in end.logits
+        if x.stage in ("maximum", "sum")
     )
     return after._replace(depends_on=without_products | start.depends_on, logits=logits)
 

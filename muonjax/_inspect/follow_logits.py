@@ -93,7 +93,7 @@ def through(node: Node, value: Value) -> tuple[Logits, ...]:
         # This is an exponential already, or a maximum: what follows only shows to which attention
         # it belongs.
         if x.stage != "logits":
-            logits.append(x)
+            logits.append(x._replace(exponentials=-1))
         elif not x.is_biased and not x.shifts:
             # `value` is the array of the logits so far, in the end the one that softmax takes.
             logits.append(x._replace(value=node.outputs[0]))
@@ -122,7 +122,30 @@ def _from_softmax(
     # A sum or a maximum, mostly one number for each query, only scales the weights next to it.
     for k in weights or operands.get("sum") or operands.get("maximum", []):
         logits += operation.values[k].logits
+    # A mask may multiply weights, and a number such as 1e-6 may be added to their sum. After all
+    # else it is not the sum of these exponentials (`is_softmax`).
+    has_others = sum(value.is_of_model for value in operation.values) > 1
+    if has_others or not (weights or operation.node.name == "add"):
+        logits = [x._replace(exponentials=-1) for x in logits]
     return normalized(logits, operation.values, operation.is_scale)
+
+
+def is_softmax(quotient: Operation) -> bool:
+    """Whether a quotient is softmax(x) @ values, written as (exp(x) @ values) / exp(x).sum(-1).
+
+    Numerator and divisor are made of one array of exponentials, and have the same positions along
+    each axis of queries @ keys.T: all keys, and a head by itself. The sum over several heads has
+    the positions of all of these.
+    """
+    numerator, divisor = quotient.values
+    # The first run of a layout only tells where it has holes.
+    of_weights = {(x.exponentials, x.layout.runs[1:]) for x in numerator.mixed_by}
+    of_sum = {
+        (x.exponentials, x.layout.runs[1:])
+        for x in divisor.logits
+        if x.exponentials >= 0
+    }
+    return bool(of_weights) and of_weights == of_sum
 
 
 def summed(value: Value) -> tuple[Logits, ...]:
@@ -179,7 +202,7 @@ def _exponential(node: Node, value: Value) -> tuple[Logits, ...]:
         # A slice of the logits, which has a `region`, ends here: what is measured is one array, and
         # other slices may go into other softmaxes.
         if not is_shifted and not x.layout.region:
-            weights.append(x._replace(stage="weights"))
+            weights.append(x._replace(stage="weights", exponentials=node.outputs[0]))
     return tuple(weights)
 
 

@@ -199,6 +199,9 @@ def _one_operand(records: Records, node: Node) -> Sequence[Value]:
     # A gain that is broadcast to an activation repeats along the other axes.
     if node.name == "broadcast_in_dim":
         x = x.repeating(records.shape(node.inputs[0]))
+    # A loop may go over heads, along which its logits have no positions: they end here.
+    if node.name == "scan_stack":
+        x = x._replace(logits=(), mixed_by=())
     shape = records.shape(node.outputs[0])
     move = functools.partial(moved_by, records, node)
     return [x.map(lambda layout: layout.moved(shape, move))]

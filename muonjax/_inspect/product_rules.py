@@ -176,7 +176,8 @@ def _by_parameter(
         records.record_views(node, "a learned input", [activation.value])
     # Softmax's weights stay weights where a parameter mixes those of several heads. Logits before
     # their exponential end here, and an attention of them is refused.
-    logits = tuple(x for x in activation.added_up.logits if x.stage == "weights")
+    mixed = follow_logits.through(node, activation.added_up)
+    logits = tuple(x for x in mixed if x.stage == "weights")
     # x @ queries.T with learned queries may be the scores of an attention,
     # in place of older ones that x was made of.
     result = result._replace(scores=node.index, logits=logits)
@@ -537,7 +538,12 @@ def _of_two_activations(
     has_projections = first.projections or second.projections
     if has_projections and not has_weights:
         return _with_logits(records, node, result, left, right)
-    return result
+    # The sum of the same weights may divide the result: (exp(x) @ values) / exp(x).sum(-1).
+    mixed_by = []
+    for weights in (left, right):
+        if _softmaxes_of(weights):
+            mixed_by += weights.added_up.logits
+    return result._replace(mixed_by=tuple(mixed_by))
 
 
 def _with_logits(

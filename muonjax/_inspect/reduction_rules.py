@@ -51,12 +51,14 @@ def _reduce_sum(records: Records, node: Node) -> Sequence[Value]:
             # recorded, as one part or as groups that are mixed each for itself.
             records.record_reduced([projection], axes)
     # Parameters go on with the axes that are left; one without any ends here, as in a penalty.
-    # Logits end too, as their sum is no logit. The sum of softmax's weights goes on, as it may
+    # Logits end too, as their sum is no logit, and so do those of weights @ values (`mixed_by`), as
+    # a sum over heads is no attention of one head. The sum of softmax's weights goes on, as it may
     # divide them. `_without_axes` takes the axes away from what goes on.
     result = value._replace(
         views=_reduced_views(value, axes),
         projections=tuple(linear),
         logits=follow_logits.summed(value),
+        mixed_by=(),
     )
     return [_without_axes(records, node, result)]
 

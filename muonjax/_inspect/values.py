@@ -176,6 +176,9 @@ class Logits(NamedTuple):
     # The axes of the product over which the weights were normalized, as by a division by their sum.
     normalized: frozenset[int] = frozenset()
     is_divided: bool = False  # the weights, by a sum of them
+    # The array of exponentials that the weights are, or that a sum adds up; -1 where more was done
+    # to the weights than a mask does, or to the sum than adding a number.
+    exponentials: int = -1
 
     @property
     def is_biased(self) -> bool:
@@ -191,6 +194,9 @@ class Value(NamedTuple):
     projections: tuple[Projection, ...] = ()
     logits: tuple[Logits, ...] = ()
     facts: tuple[AxisFact, ...] = ()
+    # The logits of the weights in weights @ values, which their sum may divide. They end with any
+    # other operation that does more than move entries.
+    mixed_by: tuple[Logits, ...] = ()
     # The last product of two activations that it is made of, perhaps queries and keys;
     # -1 if there is none, or if a parameter multiplied it since.
     scores: int = -1
@@ -244,6 +250,7 @@ class Value(NamedTuple):
             projections=move_each(self.projections, move),
             logits=move_each(self.logits, move),
             facts=move_each(self.facts, move),
+            mixed_by=move_each(self.mixed_by, move),
         )
 
     def repeated(

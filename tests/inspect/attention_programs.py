@@ -165,29 +165,11 @@ def running_maxima(logits, moved=lambda m: m):
 OF_ALL = "the factor of its head"
 spelled("shifted_by_a_running_maximum",
         softmax=lambda x, p: jax.nn.softmax(x - running_maxima(x)[0][..., None]))  # fmt: skip
-spelled("divided_by_a_sum", softmax=divided_by(own_sum))
-spelled("divided_by_a_sum_in_two_steps", OF_ALL,
-        softmax=divided_by(lambda e: own_sum(e).sum(1, keepdims=True)))  # fmt: skip
-spelled("divided_by_a_sum_that_is_repeated_first", OF_ALL,
-        softmax=divided_by(lambda e: jnp.broadcast_to(sum_of_all(e), e.shape) + 1e-9))  # fmt: skip
-spelled(
-    "divided_by_a_sum_in_a_loop_over_heads", NOT_ALL, softmax=divided_by(sum_of_heads)
-)
-spelled("divided_by_a_sum_in_a_loop_without_gradient", NOT_ALL,
-        softmax=divided_by(lambda e: sum_of_heads(lax.stop_gradient(e))))  # fmt: skip
 spelled("less_the_mean_over_heads",
         softmax=lambda x, p: (w := jax.nn.softmax(x)) - w.mean(1, keepdims=True))  # fmt: skip
 spelled("divided_after_sums_of_a_head_and_of_all_are_added", OF_ALL,
         softmax=lambda x, p: norm_1(
             (e := jnp.exp(x)) + own_sum(e) + sum_of_all(e)))  # fmt: skip
-spelled("divided_by_the_largest_of_all_heads", OF_ALL,
-        softmax=divided_by(lambda e: e.max((1, 3), keepdims=True)))  # fmt: skip
-spelled("divided_by_a_sum_without_gradient", OF_ALL,
-        softmax=divided_by(lambda e: lax.stop_gradient(sum_of_all(e))))  # fmt: skip
-spelled("divided_by_products_with_ones", "several softmaxes",
-        softmax=divided_by(lambda e: jnp.einsum("bhqk,h->bqk", e @ ONES[:, :1], ONES[0, :H])[:, None]))  # fmt: skip
-spelled("divided_by_the_sum_of_a_head_plus_that_of_all", OF_ALL,
-        softmax=divided_by(lambda e: own_sum(e) + sum_of_all(e)))  # fmt: skip
 spelled("divided_by_a_sum_of_each_head_that_is_repeated_first",
         softmax=divided_by(lambda e: jnp.broadcast_to(own_sum(e), e.shape) + 1e-9))  # fmt: skip
 spelled("the_logarithm_of_a_sum_subtracted", OF_ALL,
@@ -200,12 +182,56 @@ def of_examples_and_heads(e):
     return jnp.repeat(total, H, 0).reshape(B, H, T, 1)
 
 
-spelled("divided_by_a_sum_on_an_axis_of_examples_and_heads", OF_ALL,
-        softmax=divided_by(of_examples_and_heads))  # fmt: skip
-spelled("divided_by_the_sums_of_other_heads", OF_ALL,
-        softmax=divided_by(lambda e: own_sum(e)[:, ::-1]))  # fmt: skip
-spelled("divided_by_a_running_sum", NOT_ALL,
-        softmax=divided_by(lambda e: own_sum(e) + jnp.cumsum(own_sum(e), 1)))  # fmt: skip
+def divided_late(name, sites, divided, weights=lambda e, p: e, **parameters):
+    """The sum divides weights @ values, as in MaxText."""
+
+    def fun(p, x):
+        q, k, v = projected(p, x)
+        logits = logits_of(q, k)
+        e = weights(jnp.exp(logits - top(logits)), p)
+        y = jnp.broadcast_to(divided(heads(mixed(e, v)), e), (B, T, H, S))
+        y = y.reshape(B, T, D)
+        if sites == 1:  # It is no exponential any more, which would be refused here.
+            y = y @ x.mT @ x
+        return loss_of(p, y), logits
+
+    fun.__name__ = name
+    attention(sites=sites, **QKVO | parameters)(fun)
+
+
+def by(sum_of):
+    return lambda y, e: y / jnp.moveaxis(sum_of(e), 1, 2)
+
+
+TWO = "several softmaxes"
+for name, sites, sum_of in (
+    ("a_sum", 1, own_sum),
+    ("a_sum_and_a_number", 1, lambda e: own_sum(e) + 1e-6),
+    ("a_sum_in_two_steps", OF_ALL, lambda e: own_sum(e).sum(1, keepdims=True)),
+    ("a_sum_that_is_repeated_first", OF_ALL, lambda e: jnp.broadcast_to(sum_of_all(e), (B, H, T, 1)) + 1e-9),
+    ("a_sum_in_a_loop_over_heads", NOT_ALL, sum_of_heads),
+    ("a_sum_in_a_loop_without_gradient", NOT_ALL, lambda e: sum_of_heads(lax.stop_gradient(e))),
+    ("the_largest_of_all_heads", OF_ALL, lambda e: e.max((1, 3), keepdims=True)),
+    ("a_sum_without_gradient", OF_ALL, lambda e: lax.stop_gradient(sum_of_all(e))),
+    ("products_with_ones", TWO, lambda e: jnp.einsum("bhqk,h->bqk", e @ ONES[:, :1], ONES[0, :H])[:, None]),
+    ("the_sum_of_a_head_plus_that_of_all", OF_ALL, lambda e: own_sum(e) + sum_of_all(e)),
+    ("a_sum_on_an_axis_of_examples_and_heads", OF_ALL, of_examples_and_heads),
+    ("the_sums_of_other_heads", OF_ALL, lambda e: own_sum(e)[:, ::-1]),
+    ("a_running_sum", NOT_ALL, lambda e: own_sum(e) + jnp.cumsum(own_sum(e), 1)),
+):  # fmt: skip
+    spelled(f"divided_by_{name}", sites, softmax=divided_by(sum_of))
+    divided_late(f"divided_late_by_{name}", sites if sites == 1 else TWO, by(sum_of))
+divided_late("divided_late_by_a_root", TWO, by(lambda e: jnp.sqrt(own_sum(e))))
+divided_late("divided_late_by_a_carried_sum", TWO, by(lambda e: lax.fori_loop(
+    0, 2, lambda i, z: (own_sum(e), z[0]), (jnp.ones((B, H, T, 1)),) * 2)[1]))  # fmt: skip
+divided_late("divided_late_by_sums_of_a_loop", TWO, by(lambda e: lax.map(
+    lambda i: own_sum(e), jnp.arange(2)).sum(0)))  # fmt: skip
+divided_late("all_heads_divided_late", TWO,
+             lambda y, e: by(sum_of_all)(y.sum(2, keepdims=True), e))  # fmt: skip
+divided_late("divided_late_twice", TWO, lambda y, e: by(
+    lambda e: jnp.broadcast_to(sum_of_all(e), (B, H, T, S)) + 1e-9)(by(own_sum)(y, e), e))  # fmt: skip
+divided_late("masked_and_divided_late", 1, by(own_sum), lambda e, p: e * CAUSAL)
+divided_late("two_heads_added_and_divided_late", TWO, by(own_sum), lambda e, p: e + e[:, ::-1])  # fmt: skip
 
 
 @attention(sites=1, **QKVO)
@@ -298,6 +324,7 @@ def over_heads(shares, p):
 MIX = ((H, H), "0 | 1")
 # DeepViT mixes heads after softmax, CaiT before it, too.
 spelled("heads_mixed_after_softmax", softmax=lambda a, p: over_heads(jax.nn.softmax(a), p), mix=MIX)  # fmt: skip
+divided_late("heads_mixed_and_divided_late", TWO, by(own_sum), over_heads, mix=MIX)
 spelled("heads_mixed_before_the_division", OF_ALL, mix=MIX,
         softmax=lambda a, p: norm_1(over_heads(jnp.exp(a), p)))  # fmt: skip
 spelled("heads_mixed_before_a_division_by_the_sums_of_heads", OF_ALL, mix=MIX,
