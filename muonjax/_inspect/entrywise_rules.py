@@ -279,7 +279,7 @@ def _of_activations(operation: Operation, result: Value) -> Value:
     # In x * y each operand may be a gate, a norm or labels for the columns of the other.
     if operation.is_scale:
         # (exp(x) @ values) / exp(x).sum(-1), an attention that exp(x) @ values has recorded.
-        if node.name == "div" and follow_logits.is_softmax(operation):
+        if node.name == "div" and follow_logits.is_softmax(*values):
             return result._replace(exponential_of=-1, mixed_by=values[0].mixed_by)
         _record_factors(records, node, *values)
     elif operation.is_sum:
@@ -289,10 +289,10 @@ def _of_activations(operation: Operation, result: Value) -> Value:
     # Linear still, or nonlinear from here on; after a sum with the parameters that it adds.
     projections = _projections(operation)
     # The weights of a softmax, if the scores are those of queries and keys: where they meet values,
-    # an attention is listed. 2 ** scores is an exponential, too; scores ** y, also a "pow", is
-    # taken for one.
+    # an attention is listed. 2 ** scores is an exponential, too, and scores ** 2, also a "pow",
+    # is none.
     if node.name in (*follow_logits.EXPONENTIALS, "pow"):
-        result = result._replace(exponential_of=result.scores)
+        result = result._replace(exponential_of=values[-1].scores)
     return result._replace(
         views=_of_masked_weights(operation),
         projections=projections,

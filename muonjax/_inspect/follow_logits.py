@@ -130,14 +130,13 @@ def _from_softmax(
     return normalized(logits, operation.values, operation.is_scale)
 
 
-def is_softmax(quotient: Operation) -> bool:
+def is_softmax(numerator: Value, divisor: Value) -> bool:
     """Whether a quotient is softmax(x) @ values, written as (exp(x) @ values) / exp(x).sum(-1).
 
     Numerator and divisor are made of one array of exponentials, and have the same positions along
     each axis of queries @ keys.T: all keys, and a head by itself. The sum over several heads has
     the positions of all of these.
     """
-    numerator, divisor = quotient.values
     # The first run of a layout only tells where it has holes.
     of_weights = {(x.exponentials, x.layout.runs[1:]) for x in numerator.mixed_by}
     of_sum = {

@@ -427,6 +427,9 @@ spelled("cut_after_a_bias", ADDED, softmax=lambda a, p: jnp.concatenate([
 spelled("a_difference_of_two_softmaxes", ADDED,
         softmax=lambda a, p: jax.nn.softmax(a) - 0.5 * jax.nn.softmax((a + 1.0) * 2))  # fmt: skip
 spelled("powers_of_the_weights", NOT_ALL, softmax=lambda a, p: jax.nn.softmax(a) ** 2)
+spelled(
+    "powers_of_the_logits", 0, softmax=lambda a, p: norm_1(lax.pow(jnp.abs(a), 3.0))
+)
 spelled("a_power_beside", ADDED,
         softmax=lambda a, p: jax.nn.softmax(a) + lax.pow(jnp.full_like(a, 2.0), 5 * a))  # fmt: skip
 spelled("another_softmax_after_a_change_in_place", ADDED,
