@@ -289,8 +289,8 @@ def _of_activations(operation: Operation, result: Value) -> Value:
     # Linear still, or nonlinear from here on; after a sum with the parameters that it adds.
     projections = _projections(operation)
     # The weights of a softmax, if the scores are those of queries and keys: where they meet values,
-    # an attention is listed. 2 ** scores is an exponential, too, and scores ** 2, also a "pow",
-    # is none.
+    # an attention is listed. 2 ** scores is an exponential, too, unlike scores ** 2, which is also
+    # a "pow".
     if node.name in (*follow_logits.EXPONENTIALS, "pow"):
         result = result._replace(exponential_of=values[-1].scores)
     return result._replace(
