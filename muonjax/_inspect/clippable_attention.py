@@ -153,12 +153,13 @@ def _check_softmaxes(records: Records, product: int) -> None:
     # along the same keys.
     different = {(logits.value, keys) for logits, keys in softmaxes}
     # `other_readers` has this product if an operation multiplies an array by exponentials of it
-    # whose logits were lost on the way, as softmax(logits)² @ values.
-    # So do derivatives of the model in a loss, as of a physicist's network.
+    # whose logits were lost on the way, as softmax(logits)² @ values, or weights @ values by a sum
+    # of weights that may go over several heads. So do derivatives of the model in a loss, as of a
+    # physicist's network.
     if len(different) > 1 or product in attention.other_readers:
         raise Refused(
-            "several softmaxes take its logits, something other than the sum of weights divides "
-            "weights @ values, or the function takes derivatives of it: "
+            "several softmaxes take its logits, weights @ values are not just divided by the sum "
+            "of the weights, or the function takes derivatives of it: "
             f"{records.line(product)}"
         )
 

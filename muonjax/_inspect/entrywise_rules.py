@@ -122,6 +122,12 @@ class Operation(NamedTuple):
         return self.node.name in _SCALES
 
     @property
+    def has_several_of_model(self) -> bool:
+        """Whether several operands, with what chooses among the others, depend on parameters."""
+        operands = (*self.values, self.chooser)
+        return sum(value.is_of_model for value in operands) > 1
+
+    @property
     def what(self) -> str:
         """What it does with a parameter, in words."""
         if self.is_sum:
@@ -278,9 +284,9 @@ def _of_activations(operation: Operation, result: Value) -> Value:
     records.record_views(node, operation.what, weights)
     # In x * y each operand may be a gate, a norm or labels for the columns of the other.
     if operation.is_scale:
-        # (exp(x) @ values) / exp(x).sum(-1), an attention that exp(x) @ values has recorded.
+        # (exp(x) @ values) / exp(x).sum(-1), an attention that was recorded at exp(x) @ values
         if node.name == "div" and follow_logits.is_softmax(*values):
-            return result._replace(exponential_of=-1, mixed_by=values[0].mixed_by)
+            return values[0]
         _record_factors(records, node, *values)
     elif operation.is_sum:
         # In tanh(q[:, :4]) + q[:, 4:] one slice has gone through a tanh and the other has not: they
@@ -468,9 +474,9 @@ def _record_factors(records: Records, node: Node, x: Value, y: Value) -> None:
             records.record_weights(node, factor, value)
         # weights @ values next to a sum of these weights that does not divide them as softmax does:
         # perhaps one over several heads.
-        products = [logits.product for logits in factor.logits]
+        sums = [logits.product for logits in follow_logits.summed(factor)]
         for logits in value.mixed_by:
-            if logits.product in products:
+            if logits.product in sums:
                 records.attention.other_readers.setdefault(logits.product, node.index)
         # One number scales all of w, as its norm in w / norm(w). The products u @ w @ v that make a
         # spectral norm are no uses of w as a matrix: `decisions` leaves out the products that such

@@ -122,10 +122,10 @@ def _from_softmax(
     # A sum or a maximum, mostly one number for each query, only scales the weights next to it.
     for k in weights or operands.get("sum") or operands.get("maximum", []):
         logits += operation.values[k].logits
-    # A mask may multiply weights, and a number such as 1e-6 may be added to their sum. After all
-    # else it is not the sum of these exponentials (`is_softmax`).
-    has_others = sum(value.is_of_model for value in operation.values) > 1
-    if has_others or not (weights or operation.node.name == "add"):
+    # Weights stay those of one head if no other array of the model comes in, as none does with a
+    # mask. A number, such as 1e-6, may be added to their sum, or bound it from below.
+    is_same = weights or operation.node.name in ("add", "max")
+    if operation.has_several_of_model or not is_same:
         logits = [x._replace(exponentials=-1) for x in logits]
     return normalized(logits, operation.values, operation.is_scale)
 
@@ -134,17 +134,14 @@ def is_softmax(numerator: Value, divisor: Value) -> bool:
     """Whether a quotient is softmax(x) @ values, written as (exp(x) @ values) / exp(x).sum(-1).
 
     Numerator and divisor are made of one array of exponentials, and have the same positions along
-    each axis of queries @ keys.T: all keys, and a head by itself. The sum over several heads has
-    the positions of all of these.
+    each axis of queries @ keys.T: a sum over several heads has the positions of all of these. What
+    else was done to either does not count, such as a mask, as long as no other head comes in.
     """
     # The first run of a layout only tells where it has holes.
     of_weights = {(x.exponentials, x.layout.runs[1:]) for x in numerator.mixed_by}
-    of_sum = {
-        (x.exponentials, x.layout.runs[1:])
-        for x in divisor.logits
-        if x.exponentials >= 0
-    }
-    return bool(of_weights) and of_weights == of_sum
+    of_sum = {(x.exponentials, x.layout.runs[1:]) for x in divisor.logits}
+    is_alone = all(x.exponentials >= 0 for x in divisor.logits)
+    return bool(of_weights) and of_weights == of_sum and is_alone
 
 
 def summed(value: Value) -> tuple[Logits, ...]:
@@ -280,8 +277,7 @@ def _chosen(operation: Operation, at: int) -> tuple[Logits, ...]:
     further. Nor are logits from which their maximum was subtracted (`shifts`): their largest one is
     measured before that, without this mask.
     """
-    others = [v for k, v in enumerate(operation.values) if k != at]
-    may_change = any(v.is_of_model for v in (*others, operation.chooser))
+    may_change = operation.has_several_of_model
     logits = []
     for x in operation.values[at].logits:
         if not x.shifts and not (x.is_biased and may_change):

@@ -41,7 +41,10 @@ def _same(records: Records, node: Node) -> Sequence[Value]:
     if node.name == "stop_gradient":
         return [v.without_gradient for v in values]
     if node.name in _OTHER_LOGITS or rounds_coarsely(records, node):
-        return [v._replace(logits=follow_logits.through(node, v)) for v in values]
+        return [
+            v._replace(logits=follow_logits.through(node, v), mixed_by=())
+            for v in values
+        ]
     return values
 
 

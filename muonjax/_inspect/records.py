@@ -72,9 +72,10 @@ class AttentionRecords:
             list
         )
         # From the product to an operation that multiplies exponentials of it by an array, perhaps
-        # values, where the logits were lost before, or are no softmax's. It may be an attention,
-        # which is listed and refused. The product itself stands there if a number was subtracted
-        # that differs from key to key.
+        # values, where the logits were lost before, or are no softmax's; or one that scales weights
+        # @ values by another sum than softmax's. It may be an attention, which is listed and
+        # refused. The product itself stands there if a number was subtracted that differs from key
+        # to key.
         self.other_readers: dict[int, int] = {}
         # Products whose exponentials may be the weights of an attention, so that `record_weights`
         # notes their other readers. A product of two activations is here at once, one by learned

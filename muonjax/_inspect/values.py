@@ -176,8 +176,8 @@ class Logits(NamedTuple):
     # The axes of the product over which the weights were normalized, as by a division by their sum.
     normalized: frozenset[int] = frozenset()
     is_divided: bool = False  # the weights, by a sum of them
-    # The array of exponentials that the weights are, or that a sum adds up; -1 where more was done
-    # to the weights than a mask does, or to the sum than adding a number.
+    # The array of exponentials that weights, or a sum of them, are made of; -1 if another array of
+    # the model came in, or if more was done to the sum than adding a number.
     exponentials: int = -1
 
     @property
@@ -194,8 +194,8 @@ class Value(NamedTuple):
     projections: tuple[Projection, ...] = ()
     logits: tuple[Logits, ...] = ()
     facts: tuple[AxisFact, ...] = ()
-    # The logits of the weights in weights @ values, which their sum may divide. They end with any
-    # other operation that does more than move entries.
+    # The logits of the weights in weights @ values. They stay where entries are only moved, as by a
+    # transpose, and where a sum of the weights divides; all else ends them.
     mixed_by: tuple[Logits, ...] = ()
     # The last product of two activations that it is made of, perhaps queries and keys;
     # -1 if there is none, or if a parameter multiplied it since.

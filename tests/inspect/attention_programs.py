@@ -190,7 +190,7 @@ def divided_late(name, sites, divided, weights=lambda e, p: e, **parameters):
         logits = logits_of(q, k)
         e = weights(jnp.exp(logits - top(logits)), p)
         y = jnp.broadcast_to(divided(heads(mixed(e, v)), e), (B, T, H, S))
-        y = y.reshape(B, T, D)
+        y = y.reshape(x.shape)
         if sites == 1:  # It is no exponential any more, which would be refused here.
             y = y @ x.mT @ x
         return loss_of(p, y), logits
@@ -206,7 +206,7 @@ def by(sum_of):
 TWO = "several softmaxes"
 for name, sites, sum_of in (
     ("a_sum", 1, own_sum),
-    ("a_sum_and_a_number", 1, lambda e: own_sum(e) + 1e-6),
+    ("a_sum_and_numbers", 1, lambda e: jnp.maximum(own_sum(e), 1e-6) + 1e-6),
     ("a_sum_in_two_steps", OF_ALL, lambda e: own_sum(e).sum(1, keepdims=True)),
     ("a_sum_that_is_repeated_first", OF_ALL, lambda e: jnp.broadcast_to(sum_of_all(e), (B, H, T, 1)) + 1e-9),
     ("a_sum_in_a_loop_over_heads", NOT_ALL, sum_of_heads),
@@ -230,6 +230,8 @@ divided_late("all_heads_divided_late", TWO,
              lambda y, e: by(sum_of_all)(y.sum(2, keepdims=True), e))  # fmt: skip
 divided_late("divided_late_twice", TWO, lambda y, e: by(
     lambda e: jnp.broadcast_to(sum_of_all(e), (B, H, T, S)) + 1e-9)(by(own_sum)(y, e), e))  # fmt: skip
+divided_late("chosen_by_other_heads_and_divided_late", TWO, by(own_sum),
+             lambda e, p: jnp.where(e > e.mean(1, keepdims=True), e, 1e-9))  # fmt: skip
 divided_late("masked_and_divided_late", 1, by(own_sum), lambda e, p: e * CAUSAL)
 divided_late("two_heads_added_and_divided_late", TWO, by(own_sum), lambda e, p: e + e[:, ::-1])  # fmt: skip
 
@@ -1141,7 +1143,7 @@ TERMS = [f"w{i}" for i in range(8)]
 )
 def queries_that_end_a_long_sum(p, x):
     q, k, v = projected(p, x)
-    total = sum(x @ p[name] for name in TERMS) + q.reshape(B, T, D)
+    total = sum(x @ p[name] for name in TERMS) + q.reshape(x.shape)
     return end(p, logits_of(q, k), v)[0] + loss_of(p, total)
 
 
