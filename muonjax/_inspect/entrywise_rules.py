@@ -123,9 +123,9 @@ class Operation(NamedTuple):
 
     @property
     def has_several_of_model(self) -> bool:
-        """Whether several operands, with what chooses among the others, depend on parameters."""
-        operands = (*self.values, self.chooser)
-        return sum(value.is_of_model for value in operands) > 1
+        """Whether several operands depend on parameters, perhaps frozen ones; what chooses among
+        the others is one."""
+        return sum(x.is_of_model for x in (*self.values, self.chooser)) > 1
 
     @property
     def what(self) -> str:
@@ -297,8 +297,8 @@ def _of_activations(operation: Operation, result: Value) -> Value:
     # The weights of a softmax, if the scores are those of queries and keys: where they meet values,
     # an attention is listed. 2 ** scores is an exponential, too, unlike scores ** 2, which is also
     # a "pow".
-    if node.name in (*follow_logits.EXPONENTIALS, "pow"):
-        result = result._replace(exponential_of=values[-1].scores)
+    if values[-1].is_of_model and node.name in (*follow_logits.EXPONENTIALS, "pow"):
+        result = result._replace(exponential_of=result.scores)
     return result._replace(
         views=_of_masked_weights(operation),
         projections=projections,

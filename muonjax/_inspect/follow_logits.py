@@ -140,8 +140,8 @@ def is_softmax(numerator: Value, divisor: Value) -> bool:
     # The first run of a layout only tells where it has holes.
     of_weights = {(x.exponentials, x.layout.runs[1:]) for x in numerator.mixed_by}
     of_sum = {(x.exponentials, x.layout.runs[1:]) for x in divisor.logits}
-    is_alone = all(x.exponentials >= 0 for x in divisor.logits)
-    return bool(of_weights) and of_weights == of_sum and is_alone
+    is_known = all(x.exponentials >= 0 for x in divisor.logits)
+    return is_known and of_weights == of_sum != set()
 
 
 def summed(value: Value) -> tuple[Logits, ...]:
@@ -162,9 +162,10 @@ def normalized(
     the product queries @ keys.T along which the sum has other positions than the weights: the axis
     of keys, and that of heads if the sum goes over heads too. Where weights that nothing divided
     yet were added up along an axis, as by a matrix that mixes heads, they are normalized over this
-    axis, too: one softmax goes over all of these heads. After a product or a quotient (`is_scale`)
-    with such a sum, another operation only mixes the weights with sums, as where the mean over
-    heads is added to each head.
+    axis, too: one softmax goes over all of these heads. A sum that is put next to weights before
+    they are divided counts as well, as a slot does that a concatenation adds. After a product or a
+    quotient (`is_scale`) with such a sum, another operation only mixes the weights with sums, as
+    where the mean over heads is added to each head.
 
     Logits end where one of `values` is made of their exponentials and was not followed, such as
     the last entry of a `cumsum`: it may be a sum over several heads.

@@ -299,7 +299,7 @@ def an_online_softmax(p, x):
     blocks = [jnp.moveaxis(y.reshape(B, 2, -1, H, S), 1, 0) for y in (k, v)]
     start = jnp.full((B, H, T), -jnp.inf), jnp.zeros((B, H, T)), jnp.zeros((B, H, T, S))
     (_, total, mixture), _ = lax.scan(block, start, blocks)
-    y = jnp.moveaxis(mixture / total[..., None], 1, 2).reshape(B, T, D)
+    y = jnp.moveaxis(mixture / total[..., None], 1, 2).reshape(x.shape)
     return loss_of(p, y), logits
 
 
@@ -428,7 +428,11 @@ spelled("cut_after_a_bias", ADDED, softmax=lambda a, p: jnp.concatenate([
     jax.nn.softmax(jnp.where(CAUSAL[:, :4], (a + BIAS)[..., :4], -1e9)), jnp.zeros((B, H, T, T - 4))], -1))  # fmt: skip
 spelled("a_difference_of_two_softmaxes", ADDED,
         softmax=lambda a, p: jax.nn.softmax(a) - 0.5 * jax.nn.softmax((a + 1.0) * 2))  # fmt: skip
-spelled("powers_of_the_weights", NOT_ALL, softmax=lambda a, p: jax.nn.softmax(a) ** 2)
+spelled(
+    "powers_of_the_weights",
+    NOT_ALL,
+    softmax=lambda a, p: lax.pow(jax.nn.softmax(a) ** 2, 1.5),
+)
 spelled(
     "powers_of_the_logits", 0, softmax=lambda a, p: norm_1(lax.pow(jnp.abs(a), 3.0))
 )
@@ -512,11 +516,11 @@ spelled("a_penalty_on_parameters_in_a_loop", ELSE,
 
 spelled("normalized_keys", change=lambda q, k, p, x: (q, norm(k)))
 spelled("keys_normalized_over_all_heads", change=lambda q, k, p, x: (
-    q, heads(norm(k.reshape(B, T, D)))))  # fmt: skip
+    q, heads(norm(k.reshape(x.shape)))))  # fmt: skip
 spelled("normalized_keys_and_a_penalty_on_the_queries", ELSE,
         lambda q, k, p, x: (q, norm(k)), more=lambda q, k, p, x: jnp.mean(q**2))  # fmt: skip
 spelled("queries_normalized_over_all_heads", "all columns of a parameter", lambda q, k, p, x: (
-    heads(norm((y := q.reshape(B, T, D)) - y.mean(-1, keepdims=True))), k))  # fmt: skip
+    heads(norm((y := q.reshape(x.shape)) - y.mean(-1, keepdims=True))), k))  # fmt: skip
 spelled(
     "normalized_queries_and_keys", "integer_pow", lambda q, k, p, x: (norm(q), norm(k))
 )
@@ -1239,7 +1243,7 @@ def a_table_without_its_mean(p, x):
     table = p["table"] - jnp.mean(p["table"], -1, keepdims=True)
     q, k, v = heads(x @ p["q"]), heads(table @ p["k"]), heads(table @ p["v"])
     shares = jax.nn.softmax(jnp.einsum("bqhd,khd->bhqk", q, k))
-    y = jnp.einsum("bhqk,khd->bqhd", shares, v).reshape(B, T, D)
+    y = jnp.einsum("bhqk,khd->bqhd", shares, v).reshape(x.shape)
     return jnp.mean((y @ p["o"] @ p["out"]) ** 2)
 
 
