@@ -177,7 +177,7 @@ class Logits(NamedTuple):
     normalized: frozenset[int] = frozenset()
     is_divided: bool = False  # the weights, by a sum of them
     # The array of exponentials that weights, or a sum of them, are made of; -1 if another array of
-    # the model came in, or if more was done to the sum than adding a number.
+    # the model came in, or if more was done to the sum than to add a number or to bound it by one.
     exponentials: int = -1
 
     @property

@@ -163,6 +163,7 @@ def running_maxima(logits, moved=lambda m: m):
 
 
 OF_ALL = "the factor of its head"
+NOT_ITS_SUM = "several softmaxes"
 spelled("shifted_by_a_running_maximum",
         softmax=lambda x, p: jax.nn.softmax(x - running_maxima(x)[0][..., None]))  # fmt: skip
 spelled("less_the_mean_over_heads",
@@ -203,7 +204,6 @@ def by(sum_of):
     return lambda y, e: y / jnp.moveaxis(sum_of(e), 1, 2)
 
 
-TWO = "several softmaxes"
 for name, sites, sum_of in (
     ("a_sum", 1, own_sum),
     ("a_sum_and_numbers", 1, lambda e: jnp.maximum(own_sum(e), 1e-6) + 1e-6),
@@ -213,27 +213,29 @@ for name, sites, sum_of in (
     ("a_sum_in_a_loop_without_gradient", NOT_ALL, lambda e: sum_of_heads(lax.stop_gradient(e))),
     ("the_largest_of_all_heads", OF_ALL, lambda e: e.max((1, 3), keepdims=True)),
     ("a_sum_without_gradient", OF_ALL, lambda e: lax.stop_gradient(sum_of_all(e))),
-    ("products_with_ones", TWO, lambda e: jnp.einsum("bhqk,h->bqk", e @ ONES[:, :1], ONES[0, :H])[:, None]),
+    ("products_with_ones", NOT_ITS_SUM, lambda e: jnp.einsum("bhqk,h->bqk", e @ ONES[:, :1], ONES[0, :H])[:, None]),
     ("the_sum_of_a_head_plus_that_of_all", OF_ALL, lambda e: own_sum(e) + sum_of_all(e)),
     ("a_sum_on_an_axis_of_examples_and_heads", OF_ALL, of_examples_and_heads),
     ("the_sums_of_other_heads", OF_ALL, lambda e: own_sum(e)[:, ::-1]),
     ("a_running_sum", NOT_ALL, lambda e: own_sum(e) + jnp.cumsum(own_sum(e), 1)),
 ):  # fmt: skip
     spelled(f"divided_by_{name}", sites, softmax=divided_by(sum_of))
-    divided_late(f"divided_late_by_{name}", sites if sites == 1 else TWO, by(sum_of))
-divided_late("divided_late_by_a_root", TWO, by(lambda e: jnp.sqrt(own_sum(e))))
-divided_late("divided_late_by_a_carried_sum", TWO, by(lambda e: lax.fori_loop(
+    divided_late(
+        f"divided_late_by_{name}", sites if sites == 1 else NOT_ITS_SUM, by(sum_of)
+    )
+divided_late("divided_late_by_a_root", NOT_ITS_SUM, by(lambda e: jnp.sqrt(own_sum(e))))
+divided_late("divided_late_by_a_carried_sum", NOT_ITS_SUM, by(lambda e: lax.fori_loop(
     0, 2, lambda i, z: (own_sum(e), z[0]), (jnp.ones((B, H, T, 1)),) * 2)[1]))  # fmt: skip
-divided_late("divided_late_by_sums_of_a_loop", TWO, by(lambda e: lax.map(
+divided_late("divided_late_by_sums_of_a_loop", NOT_ITS_SUM, by(lambda e: lax.map(
     lambda i: own_sum(e), jnp.arange(2)).sum(0)))  # fmt: skip
-divided_late("all_heads_divided_late", TWO,
+divided_late("all_heads_divided_late", NOT_ITS_SUM,
              lambda y, e: by(sum_of_all)(y.sum(2, keepdims=True), e))  # fmt: skip
-divided_late("divided_late_twice", TWO, lambda y, e: by(
+divided_late("divided_late_twice", NOT_ITS_SUM, lambda y, e: by(
     lambda e: jnp.broadcast_to(sum_of_all(e), (B, H, T, S)) + 1e-9)(by(own_sum)(y, e), e))  # fmt: skip
-divided_late("chosen_by_other_heads_and_divided_late", TWO, by(own_sum),
+divided_late("chosen_by_other_heads_and_divided_late", NOT_ITS_SUM, by(own_sum),
              lambda e, p: jnp.where(e > e.mean(1, keepdims=True), e, 1e-9))  # fmt: skip
 divided_late("masked_and_divided_late", 1, by(own_sum), lambda e, p: e * CAUSAL)
-divided_late("two_heads_added_and_divided_late", TWO, by(own_sum), lambda e, p: e + e[:, ::-1])  # fmt: skip
+divided_late("two_heads_added_and_divided_late", NOT_ITS_SUM, by(own_sum), lambda e, p: e + e[:, ::-1])  # fmt: skip
 
 
 @attention(sites=1, **QKVO)
@@ -273,7 +275,7 @@ def queries_of_values_that_are_data(p, x):
     return loss_of(p, mixed(jax.nn.softmax(other), v))
 
 
-@program(X, sites=(OF_ALL, "several softmaxes"), **QKVO | dict.fromkeys("rs", (D, D)))
+@program(X, sites=(OF_ALL, NOT_ITS_SUM), **QKVO | dict.fromkeys("rs", (D, D)))
 def divided_by_the_sum_of_two_attentions(p, x):
     q, k, v, r, s = projected(p, x, "qkvrs")
     e, f = jnp.exp(logits_of(q, k)), jnp.exp(logits_of(r, s))
@@ -326,7 +328,9 @@ def over_heads(shares, p):
 MIX = ((H, H), "0 | 1")
 # DeepViT mixes heads after softmax, CaiT before it, too.
 spelled("heads_mixed_after_softmax", softmax=lambda a, p: over_heads(jax.nn.softmax(a), p), mix=MIX)  # fmt: skip
-divided_late("heads_mixed_and_divided_late", TWO, by(own_sum), over_heads, mix=MIX)
+divided_late(
+    "heads_mixed_and_divided_late", NOT_ITS_SUM, by(own_sum), over_heads, mix=MIX
+)
 spelled("heads_mixed_before_the_division", OF_ALL, mix=MIX,
         softmax=lambda a, p: norm_1(over_heads(jnp.exp(a), p)))  # fmt: skip
 spelled("heads_mixed_before_a_division_by_the_sums_of_heads", OF_ALL, mix=MIX,
@@ -428,11 +432,9 @@ spelled("cut_after_a_bias", ADDED, softmax=lambda a, p: jnp.concatenate([
     jax.nn.softmax(jnp.where(CAUSAL[:, :4], (a + BIAS)[..., :4], -1e9)), jnp.zeros((B, H, T, T - 4))], -1))  # fmt: skip
 spelled("a_difference_of_two_softmaxes", ADDED,
         softmax=lambda a, p: jax.nn.softmax(a) - 0.5 * jax.nn.softmax((a + 1.0) * 2))  # fmt: skip
-spelled(
-    "powers_of_the_weights",
-    NOT_ALL,
-    softmax=lambda a, p: lax.pow(jax.nn.softmax(a) ** 2, 1.5),
-)
+for power in (2, 1.5):
+    spelled(f"the_weights_to_the_power_{power}", NOT_ALL,
+            softmax=lambda a, p, y=power: jax.nn.softmax(a) ** y)  # fmt: skip
 spelled(
     "powers_of_the_logits", 0, softmax=lambda a, p: norm_1(lax.pow(jnp.abs(a), 3.0))
 )
@@ -1453,8 +1455,7 @@ def queries_of_each_device_in_a_penalty(p, x):
     gather = on_two_devices(lambda _, q: lax.all_gather(q, "m"), P(), P("m"), P("m"))
     gathered = gather(x, q)
     penalty = jnp.mean(jnp.einsum("nbtd,nbtd->nbt", gathered, gathered))
-    shares = jax.nn.softmax(logits_of(heads(q), heads(k)))
-    return loss_of(p, mixed(shares, heads(v))) + penalty
+    return loss_of(p, attended(heads(q), heads(k), heads(v))) + penalty
 
 
 @program(X, sites=NOT_ALL, **QKVO)
